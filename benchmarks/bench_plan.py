@@ -199,6 +199,7 @@ def synthetic_inputs(count: int, mode: str, lengths: Lengths = mixed_lengths, **
 def synthetic_table(count: int, lengths: Lengths = mixed_lengths):
     """A table of two sources of one shard each; a thousandth of the samples is bad."""
     from vlmpack.data.index.table import SampleTable
+    from vlmpack.data.packs.manifest import SavedKeys
     from vlmpack.storage.fetch import ShardStamp
 
     drawn, patches = lengths(count, CAPACITY)
@@ -222,7 +223,7 @@ def synthetic_table(count: int, lengths: Lengths = mixed_lengths):
         num_label_tokens=(tokens - images) // 3,
         num_patches=4 * images,
         bad=bad,
-        keys=pa.chunked_array([[f"{number:08d}" for number in range(count)]]),
+        keys=SavedKeys(pa.chunked_array([[f"{number:08d}" for number in range(count)]])),
         faults=dict.fromkeys(np.flatnonzero(bad).tolist(), ("decode", "cannot be decoded")),
         shrunk={},
     )

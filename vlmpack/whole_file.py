@@ -11,10 +11,11 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import get_ident
-from typing import Any
+from typing import Any, BinaryIO
 
 MOST_DEPTH = 64
 _MOST_INTEGER = 1 << 128
@@ -27,11 +28,22 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: disk full, and the like; the old file is kept.
     """
+    with written_whole(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A temporary file to write, which takes the name when the block ends without an error.
+
+    Raises:
+        OSError: disk full, and the like; the old file is kept.
+    """
     writer = f"{socket.gethostname()}-{os.getpid()}-{get_ident()}"
     temporary = path.with_name(f".{path.name}.{writer}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

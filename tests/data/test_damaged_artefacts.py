@@ -16,10 +16,11 @@ from support.damage import SHARE, TAIL_BYTES, Noticed, damaged_copies, try_damag
 from support.packed_splits import PackEncoder, online, pack
 from support.shard_fakes import write_shards
 
-from vlmpack.data.index.lengths import LengthsBuilder, open_lengths
-from vlmpack.data.index.parts import LEAST_GATHERED, SEAL_BYTES, BuildSettings, read_part
+from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder, open_lengths
+from vlmpack.data.index.parts import SEAL_BYTES, BuildSettings, read_part
 from vlmpack.data.index.shard_index import IndexBuilder, open_index
-from vlmpack.data.index.table import PackPlace
+from vlmpack.data.index.table import PackPlace, table_of
+from vlmpack.data.index.table_file import ColumnsFile, open_columns, open_table
 from vlmpack.data.packs.manifest import ARRAYS, MANIFEST, load_arrays, read_manifest
 from vlmpack.data.packs.open import check_files, load_pack
 from vlmpack.data.packs.spans import PartFacts, SavedSample, facts_path, read_facts, tar_name
@@ -79,29 +80,31 @@ def test_index_files(tmp_path: Path, kind: str, share: float) -> None:
         assert rows_of(pattern, tmp_path / "i") == truth, "made again"
 
 
-def test_gathered_index_files(tmp_path: Path, share: float) -> None:
-    """One file for many shards: a damaged one is made again from the files of each."""
-    pattern = write_shards(tmp_path, 2 * LEAST_GATHERED, per_shard=2)
-    index = IndexBuilder(FETCHER)
-    shards = expand_shards([pattern], key="k")
-    assert len(shards) == LEAST_GATHERED
+def test_tables(tmp_path: Path, share: float) -> None:
+    """The copy of all parts: a damaged one is made again from them."""
+    pattern = write_shards(tmp_path, 40, per_shard=2)
+    stamps = [FETCHER.head(path) for path in expand_shards([pattern], key="k")]
+    lengths = LengthsBuilder(IndexBuilder(FETCHER), tmp_path / "i", PackEncoder())
+    builder, settings = ShardBuilder.of(lengths), BuildSettings(directory=tmp_path / "i")
 
-    def rows() -> Any:
-        found = open_index(shards, index, BuildSettings(directory=tmp_path / "i"))
-        return [shard.table.to_pylist() for shard in found]
+    def columns(file: ColumnsFile) -> Any:
+        file.check()
+        table = table_of(file, [stamps])
+        numbers = (table.offsets, table.lengths, table.crc32s, table.num_tokens, table.openings)
+        return [each[:].tolist() for each in numbers if each is not None], table.keys[:]
 
-    truth = rows()
-    (path,) = (tmp_path / "i").glob("*.gathered")
+    truth = columns(open_table(stamps, builder, settings))
+    (path,) = (tmp_path / "i").glob("*.table")
 
     def read() -> Any:
-        table = read_part(str(path))
-        return Noticed if table is None else table.to_pylist()
+        file = open_columns(path)
+        return Noticed if file is None else columns(file)
 
     found = try_damage(path, read, share=share)
     assert found["noticed"] > 0.9 * share * 9 * TAIL_BYTES and not found["harmless"]
     for _, damaged in damaged_copies(path.read_bytes(), share=share / 100):
         path.write_bytes(damaged)
-        assert rows() == truth, "read from the files of each shard"
+        assert columns(open_table(stamps, builder, settings)) == truth
 
 
 @pytest.mark.slow

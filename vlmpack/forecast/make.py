@@ -22,7 +22,7 @@ from vlmpack.data.plan.rank_bins import Floats, RowCost
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.shards.naming import describe_keys
 from vlmpack.data.splits.split import Split
-from vlmpack.data.splits.summary import fewest_samples, share_words
+from vlmpack.data.splits.summary import Totals, fewest_samples, share_words
 from vlmpack.forecast.activations import forms_on
 from vlmpack.forecast.communication import Links, StepRows, TrafficFigures, traffic_figures
 from vlmpack.forecast.figures import (
@@ -123,7 +123,7 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
     sequences = sequence_figures(rows, dry.tokens, dry.patches, fixed=fixed)
     drawn = [source.num_draws for source in split.plan.sources]
     names = [source.name for source in config.sources]
-    counts = [numbers.size for _, numbers in split.numbers()]
+    counts = [numbers.shape[0] for _, numbers in split.numbers()]
     sources, total = source_figures(
         fitted,
         names,
@@ -219,12 +219,13 @@ def _reference(inputs: PlanInputs, steps: int) -> ReferenceFigures | None:
     objective = inputs.objective
     if not objective.learns_pairs:
         return None
-    table, usable = inputs.split.fitted.table, inputs.split.fitted.eligible
-    num_pairs = int(usable.sum())
+    fitted = inputs.split.fitted
+    num_pairs = int(fitted.eligible.sum())
+    totals = Totals.of((fitted.table, span) for span in fitted.good())
     return ReferenceFigures(
         num_pairs=num_pairs,
-        num_tokens=int(table.num_tokens[usable].sum()),
-        num_patches=int(table.num_patches[usable].sum()),
+        num_tokens=totals.num_tokens,
+        num_patches=totals.num_patches,
         steps=steps / 3,
         num_bytes=num_pairs * REFERENCE_BYTES if objective.keeps_reference else 0,
         is_kept=objective.keeps_reference,

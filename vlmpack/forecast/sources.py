@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from vlmpack.alignment import round_up
 from vlmpack.data.index.table import Fitted, Int64s, SampleLimits
 from vlmpack.data.modes import Online, PackingMode
 from vlmpack.data.plan.packers import Bin, BudgetPacker
+from vlmpack.data.splits.summary import Totals
 from vlmpack.forecast.figures import (
     PERCENTILES,
     BoundChoice,
@@ -40,60 +41,57 @@ def source_figures(
         drawn: draws from each in an epoch.
     """
     edges = fitted.table.source_starts.tolist()
-    usable = np.flatnonzero(fitted.eligible & ~fitted.table.bad)
-    longest = int(fitted.table.num_tokens[usable].max(initial=0))
+    whole = (0, fitted.table.num_samples)
+    totals = [Totals.of((fitted.table, span) for span in fitted.good(*e)) for e in pairwise(edges)]
+    total = Totals.of((fitted.table, span) for span in fitted.good())
+    longest = total.by_tokens.size - 1
     figures = [
-        _figures(fitted, (edges[d], edges[d + 1]), name, drawn[d], limits, longest)
+        _figures(fitted, (edges[d], edges[d + 1]), totals[d], name, drawn[d], limits, longest)
         for d, name in enumerate(names)
     ]
-    whole = (0, fitted.table.num_samples)
-    return tuple(figures), _figures(fitted, whole, "total", sum(drawn), limits, longest)
+    return tuple(figures), _figures(fitted, whole, total, "total", sum(drawn), limits, longest)
 
 
 def _figures(
     fitted: Fitted,
     numbers: tuple[int, int],
+    totals: Totals,
     name: str,
     drawn: int,
     limits: SampleLimits,
     longest: int,
 ) -> SourceFigures:
     table, (start, stop) = fitted.table, numbers
-    good = np.flatnonzero(fitted.eligible[start:stop] & ~table.bad[start:stop]) + start
     dropped = np.asarray([d.number for d in fitted.dropped if start <= d.number < stop], np.int64)
     too_long = int((table.num_tokens[dropped] > limits.seq_length).sum())
     by_limit = zip(limits.in_words, (too_long, dropped.size - too_long), strict=True)
-    tokens = table.num_tokens[good]
     bad = Counter(kind for n, (kind, _) in table.faults.items() if start <= n < stop)
     return SourceFigures(
         name=name,
         num_samples=int(fitted.eligible[start:stop].sum()) + dropped.size,
-        num_usable=int(good.size),
+        num_usable=totals.num_samples,
         num_drawn=drawn,
         num_dropped={reason: count for reason, count in by_limit if count},
         num_shrunk=sum(start <= number < stop for number in table.shrunk),
         num_bad=dict(sorted(bad.items())),
-        num_tokens=int(tokens.sum()),
-        num_image_tokens=int(table.num_image_tokens[good].sum()),
-        num_label_tokens=int(table.num_label_tokens[good].sum()),
-        num_patches=int(table.num_patches[good].sum()),
-        length_percentiles=length_percentiles(tokens),
-        length_histogram=histogram(tokens, longest),
+        num_tokens=totals.num_tokens,
+        num_image_tokens=totals.num_image_tokens,
+        num_label_tokens=totals.num_label_tokens,
+        num_patches=totals.num_patches,
+        length_percentiles=totals.percentiles(PERCENTILES),
+        length_histogram=histogram(totals.by_tokens, longest),
     )
 
 
-def length_percentiles(tokens: Int64s) -> dict[int, int]:
-    """Percentile -> tokens, of the sample nearest to it; empty without samples."""
-    if not tokens.size:
-        return {}
-    values = np.percentile(tokens, PERCENTILES, method="nearest").astype(np.int64).tolist()
-    return dict(zip(PERCENTILES, values, strict=True))
+def histogram(by_tokens: Int64s, longest: int) -> tuple[tuple[int, int], ...]:
+    """(upper edge, samples) of equal bins from 0 to at least `longest` tokens.
 
-
-def histogram(tokens: Int64s, longest: int) -> tuple[tuple[int, int], ...]:
-    """(upper edge, samples) of equal bins from 0 to at least `longest` tokens."""
+    Args:
+        by_tokens: (n,) samples of each length in tokens.
+    """
     width = max(1, -(-longest // NUM_BARS))
-    counts = np.bincount((np.maximum(tokens, 1) - 1) // width, minlength=-(-longest // width))
+    bars = (np.maximum(np.arange(by_tokens.size), 1) - 1) // width
+    counts = np.bincount(bars, by_tokens, minlength=-(-longest // width)).astype(np.int64)
     return tuple(((i + 1) * width, count) for i, count in enumerate(counts.tolist()))
 
 

@@ -203,7 +203,7 @@ def _unlisted(
         branches = None if table.branches is None else table.branches[rows].tolist()
         known = {
             record_key(key, None if branches is None or branches[place] < 0 else branches[place])
-            for place, key in enumerate(table.keys[rows].to_pylist())
+            for place, key in enumerate(table.keys[rows])
         }
         numbers = map(record_number_key, reader.files.numbers(stamp))
         return len(known), [key for key in numbers if key not in known]

@@ -157,18 +157,25 @@ def largest_micro_batch(train: TrainData) -> LargestMicroBatch:
     are those of the densest sample over as many slots, up to the budget's.
     """
     mode, micro = train.config.mode, train.config.training.micro_batch_size
-    lengths, patches = train.split.usable_sizes()
-    densest = float((patches / np.maximum(lengths, 1)).max(initial=0.0))
+    count, densest = 0, 0.0
+    for lengths, patches in train.split.usable_sizes():
+        count += lengths.size
+        densest = max(densest, float((patches / np.maximum(lengths, 1)).max(initial=0.0)))
     if mode.facts.plans_rows:
         slots = mode.budget.max_tokens
         dense = ceil(slots * densest)
         return LargestMicroBatch(1, slots, min(dense, mode.budget.max_patches or dense))
-    if not lengths.size:
+    if not count:
         return LargestMicroBatch(micro, 0, 0)
-    drawn = np.random.default_rng(0).integers(lengths.size, size=(DRAWN, micro))
-    tokens = lengths[drawn]
+    drawn = np.random.default_rng(0).integers(count, size=(DRAWN, micro))
+    sizes, first = np.empty((2, *drawn.shape), np.int64), 0
+    for lengths, patches in train.split.usable_sizes():
+        here = (drawn >= first) & (drawn < first + lengths.size)
+        sizes[:, here] = lengths[drawn[here] - first], patches[drawn[here] - first]
+        first += lengths.size
+    tokens, weights = sizes
     rows = tokens.max(axis=1) * micro if mode.facts.pads else tokens.sum(axis=1)
-    return LargestMicroBatch(micro, int(rows.max()), int(patches[drawn].sum(axis=1).max()))
+    return LargestMicroBatch(micro, int(rows.max()), int(weights.sum(axis=1).max()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from vlmpack.addresses import is_remote
 from vlmpack.build.data import LISTING_NAME, DataSpec, ShardListing, open_split
 from vlmpack.data.config import DataConfig
@@ -73,13 +75,16 @@ def data_summary(train: TrainData, state: DataState, summary: DataSummary) -> di
         state: where the launch begins. The examples are its first micro-batches, fewer where its
             window has fewer: other ranks wait, and no further shard is indexed for them.
     """
-    usable = train.split.usable_sizes()[0].tolist()
+    usable: Counter[int] = Counter()
+    for lengths, _ in train.split.usable_sizes():
+        values, counts = np.unique(lengths, return_counts=True)
+        usable.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
     window = train.plan.packed(state.position, state.cursors)[state.batch :]
     bins = [samples for batch in window for samples in batch][:EXAMPLE_MICRO_BATCHES]
     examples = [[train.ref(number).num_tokens for number in samples] for samples in bins]
     return {
         "packing_mode": train.config.mode.name,
-        "length_histogram": {str(n): count for n, count in sorted(Counter(usable).items())},
+        "length_histogram": {str(n): count for n, count in sorted(usable.items())},
         "padded_tokens_none": summary.padded_slots,
         "packed_tokens": summary.packed_slots,
         "real_tokens": summary.epoch_tokens,

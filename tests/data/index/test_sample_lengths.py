@@ -62,7 +62,7 @@ def test_lengths_read_only_json_and_are_kept(tmp_path: Path, monkeypatch: Any) -
     monkeypatch.setattr(LocalFetcher, "read", spy)
     first = open_data(pattern, tmp_path / "i", num_probed=0).fitted.table.num_tokens.tolist()
     assert read == [], "index and lengths come from one pass"
-    for part in (tmp_path / "i").glob("*.lengths.part"):
+    for part in (*(tmp_path / "i").glob("*.lengths.part"), *(tmp_path / "i").glob("*.table")):
         part.unlink()
     again = open_data(pattern, tmp_path / "i", num_probed=0)
     assert again.fitted.table.num_tokens.tolist() == first

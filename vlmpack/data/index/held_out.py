@@ -19,6 +19,9 @@ from vlmpack.encode.sample import VLMSample
 OPENING = "opening"
 """Column of the index: a digest of what the record asks; null for a bad record."""
 
+NEVER = 2**63 - 1
+"""In place of a null: a bad record has no opening, and stays with the others."""
+
 _RANGE = 2.0**63
 
 
@@ -39,10 +42,13 @@ def opening_digest(sample: VLMSample, images: Sequence[int]) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def held_out(indexes: Sequence[Any], fraction: float) -> npt.NDArray[np.bool_]:
-    """(N,) bool: the samples of some index tables that validation holds back, on average `fraction`
-    of them."""
-    never = np.iinfo(np.int64).max  # a bad record has no opening, and stays with the others
-    openings = [table.column(OPENING).fill_null(never).to_numpy() for table in indexes]
-    held: npt.NDArray[np.bool_] = np.concatenate(openings) < int(fraction * _RANGE)
-    return held
+def held_out(openings: Any, fraction: float) -> npt.NDArray[np.bool_]:
+    """(N,) bool: the samples that validation holds back, on average `fraction` of them.
+
+    Args:
+        openings: (N,) int64, or a column of a table's file.
+    """
+    span, total = 1 << 18, openings.shape[0]
+    parts = (openings[first : first + span] for first in range(0, total, span))
+    held = [np.zeros(0, np.bool_), *(part < int(fraction * _RANGE) for part in parts)]
+    return np.concatenate(held)

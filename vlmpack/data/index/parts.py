@@ -1,7 +1,6 @@
 """Derived facts about shards, kept as one file per shard: written once, and always whole.
 
     a part        <parquet bytes> <BLAKE2b-128 of the file's name and of these bytes>
-    gathered      many parts as one: their rows in order, and of each its name and metadata
 
 A part's name has the shard's path, size and version, and the rule that made it. So a changed shard
 simply has no part yet. Parquet's own checksums leave out its footer, where one flipped bit can drop
@@ -10,8 +9,7 @@ rows. So the digest is checked before a part is parsed.
 Parts appear by rename, after an fsync. Where all shards are needed at once, one process builds what
 is missing (`build_parts`). During a run every process builds some (`build_parts_together`). The
 others wait for the files, outside any collective. They take over when the builder dies, since the
-kernel releases its lock. A warm launch opens one gathered file, named after its parts, which is
-written again where it is missing or damaged.
+kernel releases its lock. A warm launch opens one file in their place (`table_file`).
 """
 
 from __future__ import annotations
@@ -19,13 +17,12 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import io
-import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -381,13 +378,6 @@ def _names_digest(parts: Sequence[Part]) -> str:
     return hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
 
 
-LEAST_GATHERED = 16
-"""Fewer parts are read one by one."""
-MOST_KEPT = 8
-"""Files of one kind in a folder. The least recently used are removed, since they are copies."""
-
-_PARTS = b"vlmpack.parts"
-
 Fits = Callable[[int, Any], bool]
 """Whether the table of the part at a place is what is wanted."""
 
@@ -402,65 +392,5 @@ def open_parts(
             the parts and make no progress.
         DataError: class `integrity`, where a new part does not read back.
     """
-    if len(parts) >= LEAST_GATHERED:
-        path = _path(parts, what)
-        tables = _read(path, parts, fits)
-        if tables is not None:
-            return tables
     build_parts(parts, build, settings, what=what)
-    tables = [load_part(part, build, partial(fits, place)) for place, part in enumerate(parts)]
-    if len(parts) >= LEAST_GATHERED:
-        _write(path, parts, tables)
-    return tables
-
-
-def _path(parts: Sequence[Part], what: str) -> Path:
-    paths = [Path(part.path) for part in parts]
-    names = "\n".join(path.name for path in paths)
-    digest = hashlib.blake2b(names.encode(errors="surrogateescape"), digest_size=16).hexdigest()
-    return paths[0].parent / f"{digest}.{what}.gathered"
-
-
-def _read(path: Path, parts: Sequence[Part], fits: Fits) -> list[Any] | None:
-    """The tables of the parts; None where the file is missing, damaged, or of other parts."""
-    whole = read_part(str(path))
-    if whole is None:
-        return None
-    facts = json.loads((whole.schema.metadata or {}).get(_PARTS, b"[]"))
-    names = [part.path.rpartition("/")[2] for part in parts]
-    if [name for name, _, _ in facts] != names:
-        return None
-    with suppress(OSError):
-        os.utime(path)  # used: others are older
-    whole = whole.combine_chunks()
-    tables, start = [], 0
-    for place, (_, rows, metadata) in enumerate(facts):
-        table = whole.slice(start, rows).replace_schema_metadata(metadata)
-        if not fits(place, table):
-            return None
-        tables.append(table)
-        start += rows
-    return tables if start == whole.num_rows else None
-
-
-def _write(path: Path, parts: Sequence[Part], tables: Sequence[Any]) -> None:
-    """Write the file. Failing is no error, since the parts hold the same data."""
-    facts = [
-        [part.path.rpartition("/")[2], table.num_rows, _in_text(table.schema.metadata or {})]
-        for part, table in zip(parts, tables, strict=True)
-    ]
-    rows = pa.concat_tables([table.replace_schema_metadata(None) for table in tables])
-    try:
-        write_part(str(path), rows, {_PARTS: json.dumps(facts).encode()})
-        kind = path.name.partition(".")[2]
-        found = sorted(
-            path.parent.glob(f"{'[0-9a-f]' * 32}.{kind}"), key=lambda file: file.stat().st_mtime_ns
-        )
-        for file in found[:-MOST_KEPT]:
-            file.unlink(missing_ok=True)
-    except (DataError, OSError) as error:
-        logger.info("%-14s the next launch will read each index file again: %s", "index", error)
-
-
-def _in_text(metadata: Mapping[bytes, bytes]) -> dict[str, str]:
-    return {name.decode(): value.decode() for name, value in metadata.items()}
+    return [load_part(part, build, partial(fits, place)) for place, part in enumerate(parts)]

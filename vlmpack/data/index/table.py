@@ -1,8 +1,9 @@
-"""All samples of one split in memory: index and lengths joined, one number per sample.
+"""All samples of one split: index and lengths joined, one number per sample.
 
-Numbers run through the sources, their shards and the shards' samples in order. Columns are numpy
-arrays (about 60 bytes a sample, and the keys). A worker gets a SampleRef for each sample, so
-workers hold no index.
+Numbers run through the sources, their shards and the shards' samples in order. The columns lie in a
+file that all processes of a node read (`table_file`). Below LARGE samples a process keeps the
+numbers in memory, about 60 bytes a sample. A worker gets a SampleRef for each sample, so workers
+hold no table.
 
 Samples longer than the sequence length are refused, dropped, or get smaller images. Planning
 decides it from lengths alone, and no sample is ever cut. `shrink_images` scales all images of a
@@ -13,19 +14,31 @@ under `drop`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from itertools import count
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
-from vlmpack.data.index.groups import SamplePrefixes, group_numbers, joined_digests
-from vlmpack.data.index.lengths import CHOSEN, COUNTS, SampleText, objects_said, prefixes_of_text
-from vlmpack.data.index.shard_index import ShardIndex
+from vlmpack.data.index.groups import SamplePrefixes, group_numbers
+from vlmpack.data.index.held_out import OPENING
+from vlmpack.data.index.lengths import CHOSEN, COUNTS, SampleText, prefixes_of_text
+from vlmpack.data.index.table_file import (
+    CHUNK,
+    DEFAULTS,
+    DIGESTS,
+    LARGE,
+    PREFIXES,
+    STAMPS,
+    Column,
+    ColumnsFile,
+    Numbers,
+    Texts,
+)
 from vlmpack.data.protocols import ImageSize
-from vlmpack.data.shards.naming import count_keys
 from vlmpack.encode import Encoder, SampleLength
 from vlmpack.errors import DataError
 from vlmpack.storage.fetch import ShardStamp
@@ -88,6 +101,16 @@ class SampleRef:
         return error.located(key=self.key, shard=self.shard, offset=self.offset)
 
 
+class Keys(Protocol):
+    """Texts, one a sample."""
+
+    def __getitem__(self, rows: slice, /) -> list[str]:
+        """Those of a run of samples."""
+
+    def find(self, text: str) -> list[int]:
+        """The samples that have a text."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampleTable:
     """Columns over all N samples of a split.
@@ -98,7 +121,6 @@ class SampleTable:
         offsets, lengths, crc32s: (N,) int64, the spans.
         num_tokens, num_image_tokens, num_label_tokens, num_patches: (N,) int64.
         bad: (N,) bool, samples with a reason.
-        keys: pyarrow chunked array of N strings.
         faults: number -> (error class, reason) of the bad ones.
         shrunk: number -> target (width, height) of each image, where the plan shrank them.
         unknown_keys: keys of the records that are not read -> records.
@@ -108,33 +130,38 @@ class SampleTable:
             is one sample. None where all are.
         prefixes: where samples may branch; None where unused.
         rows: (N,) int64, of records in their spans; None where all are samples of shards.
-        image_stamps: pyarrow chunked array of N lists, which say where images lie in a store. None
-            as `rows`.
+        image_stamps: JSON of where images lie in a store; None where no image does.
         objects: how objects were written; empty where no sample has some.
+        openings: (N,) int64, what each record asks (`held_out`); None where unused.
+        contents: (S,) a digest of what each shard holds.
+        lengths_digest: of the lengths of all samples.
     """
 
     shards: tuple[ShardStamp, ...]
     shard_starts: Int64s
     source_starts: Int64s
-    offsets: Int64s
-    lengths: Int64s
-    crc32s: Int64s
-    num_tokens: Int64s
-    num_image_tokens: Int64s
-    num_label_tokens: Int64s
-    num_patches: Int64s
+    offsets: Numbers
+    lengths: Numbers
+    crc32s: Numbers
+    num_tokens: Numbers
+    num_image_tokens: Numbers
+    num_label_tokens: Numbers
+    num_patches: Numbers
     bad: Bools
-    keys: Any
+    keys: Keys
     faults: dict[int, tuple[str, str]]
     shrunk: dict[int, tuple[ImageSize, ...]]
     unknown_keys: Mapping[str, int] = field(default_factory=dict)
-    num_chosen_tokens: Int64s | None = None
-    images_digests: Int64s | None = None
-    branches: Int64s | None = None
+    num_chosen_tokens: Numbers | None = None
+    images_digests: Numbers | None = None
+    branches: Numbers | None = None
     prefixes: SamplePrefixes | None = None
-    rows: Int64s | None = None
-    image_stamps: Any = None
+    rows: Numbers | None = None
+    image_stamps: Texts | None = None
     objects: str = ""
+    openings: Numbers | None = None
+    contents: Sequence[str] = ()
+    lengths_digest: str = ""
 
     @property
     def num_samples(self) -> int:
@@ -147,7 +174,7 @@ class SampleTable:
 
     def sequence_tokens(self, numbers: Int64s) -> Int64s:
         """(n, k) tokens of each sequence of samples: 2 of a pair, else 1."""
-        tokens = self.num_tokens[numbers]
+        tokens: Int64s = self.num_tokens[numbers]
         if self.num_chosen_tokens is None:
             return tokens[:, None]
         chosen = self.num_chosen_tokens[numbers]
@@ -184,7 +211,7 @@ class SampleTable:
 
     def key(self, number: int) -> str:
         """A sample's key."""
-        return str(self.keys[number].as_py())
+        return self.keys[number : number + 1][0]
 
     def ref(self, number: int) -> SampleRef:
         """The reference by which a worker reads one sample."""
@@ -211,64 +238,55 @@ class SampleTable:
         """Where a sample's images lie in a store; empty where they do not."""
         if self.image_stamps is None:
             return ()
-        return tuple(ShardStamp(**stamp) for stamp in self.image_stamps[number].as_py() or ())
+        [text] = self.image_stamps[number : number + 1]
+        return tuple(ShardStamp(**stamp) for stamp in json.loads(text or "[]"))
 
 
-def join_tables(sources: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]]) -> SampleTable:
-    """One table from the (indexes, lengths) of each source."""
-    indexes = [index for shard_indexes, _ in sources for index in shard_indexes]
-    lengths = pa.concat_tables([table for _, tables in sources for table in tables])
-    # Files that are no shards have columns more; a shard's samples have nothing there.
-    rows = pa.concat_tables([index.table for index in indexes], promote_options="default")
-    counts = [index.num_samples for index in indexes]
-    shard_counts = [len(shard_indexes) for shard_indexes, _ in sources]
-    shard_starts = starts_of(counts)
-    reasons = lengths.column("reason").combine_chunks()
-    bad = np.asarray(reasons.is_valid().to_numpy(zero_copy_only=False), dtype=np.bool_)
-    classes = lengths.column("error_class")
-    faults = {
-        int(number): (str(classes[number].as_py()), str(reasons[number].as_py()))
-        for number in np.flatnonzero(bad).tolist()
-    }
-    prefixes = None
-    if "prefixes" in lengths.column_names:
-        prefixes = SamplePrefixes.of(lengths.column("prefixes"))
+def table_of(file: ColumnsFile, sources: Sequence[Sequence[ShardStamp]]) -> SampleTable:
+    """The table of the shards of each source, from its file."""
+
+    def column(name: str) -> Numbers:
+        numbers = file.column(name, DEFAULTS.get(name, 0))
+        return numbers if file.num_rows >= LARGE else numbers[:]
+
+    def if_there(name: str) -> Numbers | None:
+        return column(name) if file.has(name) else None
+
+    shard_starts = starts_of(file.facts["shard_counts"])
+    reasons = [(name, why) for name, why, count in file.facts["faults"] for _ in range(count)]
+    numbers = file.numbers(file.facts["bad"], 0, len(reasons))
+    bad = np.zeros(file.num_rows, dtype=np.bool_)
+    bad[numbers] = True
     return SampleTable(
-        shards=tuple(index.stamp for index in indexes),
+        shards=tuple(stamp for source in sources for stamp in source),
         shard_starts=shard_starts,
-        source_starts=shard_starts[starts_of(shard_counts)],
-        offsets=int64s(rows, "offset"),
-        lengths=int64s(rows, "length"),
-        crc32s=int64s(rows, "crc32"),
-        **{name: int64s(lengths, name) for name in COUNTS},
+        source_starts=shard_starts[starts_of([len(source) for source in sources])],
+        offsets=column("offset"),
+        lengths=column("length"),
+        crc32s=column("crc32"),
+        **{name: column(name) for name in COUNTS},
         bad=bad,
-        keys=rows.column("key"),
-        faults=faults,
+        keys=Texts(file, "key"),
+        faults={int(numbers[place]): reasons[place] for place in np.argsort(numbers)},
         shrunk={},
-        unknown_keys=count_keys(index.unknown_keys for index in indexes),
-        num_chosen_tokens=int64s(lengths, CHOSEN) if CHOSEN in lengths.column_names else None,
-        prefixes=prefixes,
-        branches=_branches(rows.column("branch")),
-        images_digests=joined_digests(rows.column("image_digests").combine_chunks()),
-        objects=objects_said([table for _, tables in sources for table in tables]),
-        **_of_records(rows),
+        unknown_keys=file.facts["unknown_keys"],
+        num_chosen_tokens=if_there(CHOSEN),
+        prefixes=_prefixes(file),
+        branches=column("branch") if file.has("branch", unless=-1) else None,
+        images_digests=column(DIGESTS),
+        rows=if_there("row"),
+        image_stamps=Texts(file, STAMPS) if file.has(STAMPS) else None,
+        objects=file.facts["objects"],
+        openings=column(OPENING),
+        contents=file.facts["contents"],
+        lengths_digest=file.facts["lengths"],
     )
 
 
-def _of_records(rows: Any) -> dict[str, Any]:
-    """The columns of files that are no shards, where there are some."""
-    if "row" not in rows.column_names:
-        return {}
-    stamps = rows.column("image_stamps")
-    numbers = np.asarray(rows.column("row").fill_null(0).to_numpy(), dtype=np.int64)
-    return {"rows": numbers, "image_stamps": stamps if stamps.null_count < len(stamps) else None}
-
-
-def _branches(column: Any) -> Int64s | None:
-    """(N,) the numbers of branches; None where no record has some."""
-    if column.null_count == len(column):
-        return None
-    return np.asarray(column.fill_null(-1).to_numpy(), dtype=np.int64)
+def _prefixes(file: ColumnsFile) -> SamplePrefixes | None:
+    most = next(k for k in count() if not file.has(f"{PREFIXES[0]}.{k}"))
+    columns = [[file.column(f"{name}.{k}", 0)[:] for k in range(most)] for name in PREFIXES]
+    return SamplePrefixes(*(np.stack(each, axis=1) for each in columns)) if most else None
 
 
 def starts_of(counts: Sequence[int]) -> Int64s:
@@ -280,6 +298,35 @@ def int64s(table: Any, name: str) -> Int64s:
     """A column of a pyarrow table."""
     column = table.column(name).to_numpy()
     return np.ascontiguousarray(column, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The numbers of some samples of a run, in order, as an array would have them. Only those that
+    are left out take memory.
+
+    Args:
+        first: the run's first sample.
+        gaps: (g,) how many samples are chosen before each that is left out.
+    """
+
+    first: int
+    shape: tuple[int]
+    gaps: Int64s
+
+    def __getitem__(self, where: Any, /) -> Any:
+        """See Numbers."""
+        places = np.arange(*where.indices(self.shape[0])) if isinstance(where, slice) else where
+        return self.first + places + np.searchsorted(self.gaps, places, side="right")
+
+
+def chosen(mask: Bools, first: int = 0) -> Numbers:
+    """The numbers of the samples from `first` on that a mask (n,) has."""
+    size = int(np.count_nonzero(mask))
+    if mask.shape[0] < LARGE or 2 * size < mask.shape[0]:
+        return np.flatnonzero(mask).astype(np.int64) + first
+    left_out = np.flatnonzero(~mask)
+    return Chosen(first, (size,), left_out - np.arange(left_out.size))
 
 
 OverLong = Literal["error", "drop", "shrink_images"]
@@ -307,6 +354,19 @@ class Fitted:
     table: SampleTable
     eligible: Bools
     dropped: tuple[Dropped, ...]
+
+    def good(self, start: int = 0, stop: int | None = None) -> Iterator[Int64s]:
+        """The samples from `start` to `stop` that train and are not known to be bad, by spans."""
+        stop = self.table.num_samples if stop is None else stop
+        for first in range(start, stop, CHUNK):
+            span = slice(first, min(first + CHUNK, stop))
+            yield np.flatnonzero(self.eligible[span] & ~self.table.bad[span]) + first
+
+    def sizes(self) -> Iterator[tuple[Int64s, Int64s]]:
+        """(n,) tokens and (n,) vision patches of the samples that the plan may use, by spans."""
+        for first in range(0, self.table.num_samples, CHUNK):
+            used = np.flatnonzero(self.eligible[first : first + CHUNK]) + first
+            yield self.table.sizes(used)
 
     @property
     def num_samples(self) -> int:
@@ -419,67 +479,87 @@ def apply_over_long(
     Raises:
         DataError: class `too_long` under `error`, with the count and the longest few.
     """
-    over = np.flatnonzero(~limits.fit(table.num_tokens, table.num_patches))
+    spans = [slice(first, first + CHUNK) for first in range(0, table.num_samples, CHUNK)]
+    fit = (limits.fit(table.num_tokens[span], table.num_patches[span]) for span in spans)
+    over = np.concatenate(
+        [np.empty(0, np.int64), *(np.flatnonzero(~one) + k * CHUNK for k, one in enumerate(fit))]
+    )
+    if over.size == 0:  # takes no memory
+        return Fitted(table, np.broadcast_to(np.True_, (table.num_samples,)), ())
     eligible = np.ones(table.num_samples, dtype=np.bool_)
-    if over.size == 0:
-        return Fitted(table, eligible, ())
     if policy == "error":
-        raise _too_long(table, over.tolist(), limits)
+        raise _too_long(table, over, limits)
     names = COUNTS if table.num_chosen_tokens is None else (*COUNTS, CHOSEN)
-    columns = {name: getattr(table, name).copy() for name in names}
+    changes: dict[str, list[int]] = {name: [] for name in names}
     shrunk: dict[int, tuple[ImageSize, ...]] = {}
     dropped: list[Dropped] = []
     prefixes: dict[int, Sequence[tuple[int, int]]] = {}
-    for number in over.tolist():
+    names_of_sizes = ("num_tokens", "num_patches", "num_image_tokens")
+    sizes = zip(*(getattr(table, name)[over].tolist() for name in names_of_sizes), strict=True)
+    for number, size in zip(over.tolist(), sizes, strict=True):
         fitting = None
         if policy == "shrink_images":
             text = read_text(number)
             fitting = shrink_to_fit(text, encoder, limits)
         if fitting is None:
             eligible[number] = False
-            dropped.append(Dropped(number, _drop_reason(table, number, policy, limits)))
+            dropped.append(Dropped(number, _drop_reason(size, policy, limits)))
             continue
         shrunk[number] = fitting[0]
         prefixes[number] = prefixes_of_text(encoder, text, fitting[0])
-        for name, column in columns.items():
-            column[number] = getattr(fitting[1], name)
+        for name, values in changes.items():
+            values.append(getattr(fitting[1], name))
     prefixes_left = None if table.prefixes is None else table.prefixes.replaced(prefixes)
+    columns: dict[str, Any] = {
+        name: changed(getattr(table, name), [*shrunk], values) for name, values in changes.items()
+    }
     fitted = replace(table, shrunk=shrunk, prefixes=prefixes_left, **columns)
     return Fitted(fitted, eligible, tuple(dropped))
 
 
-def _drop_reason(table: SampleTable, number: int, policy: OverLong, limits: SampleLimits) -> str:
-    tokens, patches = int(table.num_tokens[number]), int(table.num_patches[number])
+def changed(column: Numbers, places: Sequence[int], values: Sequence[int]) -> Numbers:
+    """A column with other values at some places, which ascend."""
+    if not places:
+        return column
+    if isinstance(column, Column):
+        return column.with_changes(np.asarray(places, np.int64), np.asarray(values, np.int64))
+    copy = np.array(column)
+    copy[list(places)] = values
+    return copy
+
+
+def _drop_reason(sizes: Sequence[int], policy: OverLong, limits: SampleLimits) -> str:
+    tokens, patches, image_tokens = sizes
     reason = limits.excess(tokens, patches)
     if tokens <= limits.seq_length:
         return reason + (", and no smaller size of its images fits" if policy != "drop" else "")
     if policy == "shrink_images":
-        images = int(table.num_image_tokens[number])
-        reason += f", and the {tokens - images} tokens of text leave too little room for images"
+        text = tokens - image_tokens
+        reason += f", and the {text} tokens of text leave too little room for images"
     return reason
 
 
-def _too_long(table: SampleTable, over: Sequence[int], limits: SampleLimits) -> DataError:
-    longer = [number for number in over if table.num_tokens[number] > limits.seq_length]
-    column, knob = table.num_tokens, "training.seq_length"
-    one = len(longer or over) == 1
+def _too_long(table: SampleTable, over: Int64s, limits: SampleLimits) -> DataError:
+    longer = over[table.num_tokens[over] > limits.seq_length]
+    worst, column, knob = longer, table.num_tokens, "training.seq_length"
+    one = (longer.size or over.size) == 1
     above = f"{'is' if one else 'are'} longer than {knob} {limits.seq_length} tokens"
     most = "longest"
     kind = "samples"
     if table.num_chosen_tokens is not None:
         kind, above = "pairs", f"{above} (both sequences of a pair together)"
-    if not longer:
-        column, knob = table.num_patches, "packing.max_vision_patches"
+    if not longer.size:
+        worst, column, knob = over, table.num_patches, "packing.max_vision_patches"
         above = f"{'has' if one else 'have'} more vision patches than {knob} {limits.max_patches}"
         most = "largest"
-    worst = sorted(longer or over, key=lambda number: (-int(column[number]), number))
-    shown = ", ".join(f"{table.key(number)!r} {column[number]}" for number in worst[:5])
-    text = (table.num_tokens - table.num_image_tokens)[worst]
+    worst = worst[np.argsort(-column[worst], kind="stable")]
+    shown = ", ".join(f"{table.key(number)!r} {column[number]}" for number in worst[:5].tolist())
+    text = table.num_tokens[worst] - table.num_image_tokens[worst]
     others = "drop" if (text > limits.seq_length).all() else "drop or shrink_images"
     return DataError(
         f"{len(worst)} of {table.num_samples} {kind} {above}; the {most}: {shown}. Raise "
         f"{knob}, or set data.over_long to {others}",
         error_class="too_long",
-        key=table.key(worst[0]) if len(worst) == 1 else None,
-        shard=table.shards[table.shard_of(worst[0])].path if len(worst) == 1 else None,
+        key=table.key(int(worst[0])) if one else None,
+        shard=table.shards[table.shard_of(int(worst[0]))].path if one else None,
     )

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
@@ -434,9 +435,9 @@ def save_samples(fitted: Fitted) -> bytes:
     dropped = {item.number: item.reason for item in fitted.dropped}
     faults = [table.faults.get(number, (None, None)) for number in range(count)]
     columns: dict[str, Any] = {
-        "key": pa.array(table.keys.to_pylist(), pa.string()),
-        **{name: getattr(table, name) for name in _NUMBERS},
-        **({} if table.num_chosen_tokens is None else {CHOSEN: table.num_chosen_tokens}),
+        "key": pa.array(table.keys[:], pa.string()),
+        **{name: getattr(table, name)[:] for name in _NUMBERS},
+        **({} if table.num_chosen_tokens is None else {CHOSEN: table.num_chosen_tokens[:]}),
         **_prefix_columns(table.prefixes),
         "eligible": fitted.eligible,
         "error_class": pa.array([name for name, _ in faults], pa.string()),
@@ -455,6 +456,22 @@ def save_samples(fitted: Fitted) -> bytes:
     sink = io.BytesIO()
     pq.write_table(written, sink, compression="zstd")
     return sink.getvalue()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedKeys:
+    """Keys of samples, in a pyarrow array. See Keys."""
+
+    column: Any
+
+    def __getitem__(self, rows: slice, /) -> list[str]:
+        found: list[str] = self.column[rows].to_pylist()
+        return found
+
+    def find(self, text: str) -> list[int]:
+        """See Keys."""
+        found: list[int] = pc.indices_nonzero(pc.equal(self.column, text)).to_pylist()
+        return found
 
 
 def load_samples(path: Path, data: bytes) -> Fitted:
@@ -489,7 +506,7 @@ def _fitted(found: Any, facts: dict[str, Any]) -> Fitted:
         num_chosen_tokens=int64s(found, CHOSEN) if CHOSEN in found.column_names else None,
         prefixes=_prefixes(found),
         bad=bad,
-        keys=found.column("key"),
+        keys=SavedKeys(found.column("key")),
         faults=faults,
         shrunk={n: tuple((w, h) for w, h in each) for n, each in sizes if each is not None},
         unknown_keys={},  # named when the packs were made

@@ -71,10 +71,10 @@ def first_video(fitted: Fitted, index: IndexBuilder, settings: BuildSettings) ->
         DataError: as `read_documents`.
     """
     table = fitted.table
-    with_images = fitted.eligible & ~table.bad & (table.num_image_tokens > 0)
     for place, stamp in enumerate(table.shards):
-        first, stop = table.shard_starts[place : place + 2]
-        rows = np.flatnonzero(with_images[first:stop])
+        first, stop = table.shard_starts[place : place + 2].tolist()
+        usable = fitted.eligible[first:stop] & ~table.bad[first:stop]
+        rows = np.flatnonzero(usable & (table.num_image_tokens[first:stop] > 0))
         if not rows.size:
             continue
         [shard] = open_index([stamp], index, settings)

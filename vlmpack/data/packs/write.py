@@ -156,7 +156,6 @@ def part_bounds(table: SampleTable, arrays: PackArrays, part_packs: int) -> list
 
 def part_jobs(table: SampleTable, arrays: PackArrays, cuts: Sequence[int]) -> Iterator[PartJob]:
     """Jobs are made one at a time, since each holds what a process needs of every sample."""
-    table = replace(table, keys=table.keys.combine_chunks())  # no search through the shards'
     for number, (first, stop) in enumerate(pairwise(cuts)):
         packs = tuple(
             tuple(table.ref(sample) for sample in arrays.members(pack))

@@ -46,7 +46,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.data.index.table import Int64s
+from vlmpack.data.index.table_file import Int64s, Numbers
 from vlmpack.data.plan.packers import Bin, Packer
 
 
@@ -191,7 +191,7 @@ class PlanSource:
     """
 
     name: str
-    numbers: Int64s
+    numbers: Numbers
     num_draws: int
 
 
@@ -416,9 +416,9 @@ class Plan(KnownPlan):
 
     def _pass_order(self, source: PlanSource, number: int) -> Int64s:
         if self.shuffle == "global":
-            return self._shuffled(source.numbers, "global", self.seed, source.name, number)
+            return self._shuffled(source.numbers[:], "global", self.seed, source.name, number)
         if self.groups is not None:
-            return in_groups(self.groups[source.numbers])
+            return in_groups(self.groups[source.numbers[:]])
         return np.arange(source.numbers.shape[0], dtype=np.int64)
 
     def _shuffled(self, numbers: Int64s, *labels: object) -> Int64s:

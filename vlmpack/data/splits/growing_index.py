@@ -25,7 +25,7 @@ import numpy as np
 from vlmpack.data.config import DataConfig
 from vlmpack.data.forkserver import signals_blocked, worker_context
 from vlmpack.data.index.groups import group_numbers
-from vlmpack.data.index.lengths import ShardBuilder, load_lengths, open_lengths
+from vlmpack.data.index.lengths import ShardBuilder, load_lengths
 from vlmpack.data.index.parts import (
     POOL_MIN_BYTES,
     BuildPart,
@@ -37,8 +37,9 @@ from vlmpack.data.index.parts import (
     part_for,
     read_part,
 )
-from vlmpack.data.index.shard_index import load_index, open_index
-from vlmpack.data.index.table import Fitted, Int64s, SampleRef, SampleTable
+from vlmpack.data.index.shard_index import load_index
+from vlmpack.data.index.table import Fitted, Int64s, SampleRef, SampleTable, table_of
+from vlmpack.data.index.table_file import in_memory, open_table
 from vlmpack.data.loading.read import SkippedSample
 from vlmpack.data.plan.packers import planned_samples
 from vlmpack.data.shards.naming import describe_keys
@@ -198,7 +199,7 @@ class GrowingIndex:
     def _check_print(self, shard: int, fitted: Fitted) -> None:
         digest = hashlib.blake2b(digest_size=8)
         for column in (fitted.table.crc32s, fitted.table.num_tokens, fitted.eligible):
-            digest.update(column.tobytes())
+            digest.update(column[:].tobytes())
         digest.update(fitted.table.objects.encode())
         if self._prints.setdefault(shard, digest.digest()) != digest.digest():
             raise integrity_error(
@@ -334,8 +335,7 @@ class GrowingIndex:
         Raises:
             DataError: as `numbers`.
         """
-        indexes = open_index(self.stamps, self.builder, self.settings)
-        open_lengths(indexes, self.builder.lengths, self.settings)
+        open_table(self.stamps, self.builder, self.settings)
 
     def made(self) -> Iterator[int]:
         """The shards that have their parts in the index folder."""
@@ -365,7 +365,7 @@ class GrowingIndex:
         lengths = self.builder.lengths
         lengths_part = lengths.part(part.stamp)
         build_parts_together([lengths_part], lengths, self.settings, what="lengths")
-        measured = [([index], [load_lengths(lengths_part, index, lengths)])]
-        fitted = fit_samples(self.config, self.builder, measured)
+        file = in_memory([(index, load_lengths(lengths_part, index, lengths))])
+        fitted = fit_samples(self.config, self.builder, table_of(file, [[part.stamp]]))
         rows = np.flatnonzero(fitted.eligible).astype(np.int64)
         return ShardSamples(fitted, rows + shard * SHARD_STRIDE)

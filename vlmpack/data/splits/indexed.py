@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate, pairwise
+from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,19 @@ from vlmpack.data.index.held_out import held_out
 from vlmpack.data.index.lengths import (
     SampleText,
     ShardBuilder,
-    lengths_digest,
-    objects_said,
-    open_lengths,
     read_text,
 )
-from vlmpack.data.index.parts import BuildSettings
-from vlmpack.data.index.shard_index import ShardIndex, open_index
-from vlmpack.data.index.table import Fitted, Int64s, SampleTable, apply_over_long, join_tables
+from vlmpack.data.index.parts import BuildSettings, part_for
+from vlmpack.data.index.shard_index import ShardIndex, load_index
+from vlmpack.data.index.table import (
+    Fitted,
+    Int64s,
+    SampleTable,
+    apply_over_long,
+    chosen,
+    table_of,
+)
+from vlmpack.data.index.table_file import open_table
 from vlmpack.data.plan.batches import (
     DRY_RUN_SAMPLES,
     PLAN_RULE,
@@ -35,6 +40,7 @@ from vlmpack.data.plan.packers import FixedPacker, planned_samples
 from vlmpack.data.plan.state import Identity
 from vlmpack.data.splits.split import KnownSplit, OnDropped
 from vlmpack.data.splits.summary import (
+    Totals,
     blended_draws,
     check_faults,
     check_not_empty,
@@ -84,43 +90,32 @@ def prepare_split(
         DataError: a damaged shard, a bad sample whose class is not skipped, or an over-long sample.
         EmptyDataError: nothing to train on.
     """
-    joined = _open_sources(survey, builder, settings)
-    fitted = fit_samples(config, builder, joined)
-    check_not_empty([fitted], config)
-    return PreparedSplit(fitted, _identity(config, survey, builder.lengths.encoder, joined))
-
-
-def _open_sources(
-    survey: Survey, builder: ShardBuilder, settings: BuildSettings
-) -> list[tuple[Sequence[ShardIndex], Sequence[Any]]]:
-    """Indexes and lengths of each source; all are opened together, from one file of each kind."""
     stamps = [stamp for source in survey.sources for stamp in source]
-    indexes = open_index(stamps, builder, settings)
-    lengths = open_lengths(indexes, builder.lengths, settings)
-    ends = list(accumulate(map(len, survey.sources), initial=0))
-    return [(indexes[a:b], lengths[a:b]) for a, b in pairwise(ends)]
+    table = table_of(open_table(stamps, builder, settings), survey.sources)
+    fitted = fit_samples(config, builder, table)
+    check_not_empty([fitted], config)
+    return PreparedSplit(fitted, _identity(config, survey, builder.lengths.encoder, table))
 
 
-def fit_samples(
-    config: DataConfig,
-    builder: ShardBuilder,
-    joined: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]],
-) -> Fitted:
+def fit_samples(config: DataConfig, builder: ShardBuilder, table: SampleTable) -> Fitted:
     """The samples of some shards, by the recipe's policies.
 
     Raises:
         DataError: a bad sample whose class is not skipped; an over-long sample.
     """
-    table = join_tables(joined)
     check_faults(table, config)
     check_unknown_keys(table, config)
-    shards = [index for indexes, _ in joined for index in indexes]
+
+    @lru_cache(1)  # over-long samples come in order
+    def index_of(shard: int) -> ShardIndex:
+        part = part_for(builder.lengths.index_dir, table.shards[shard], builder.rule)
+        return load_index(part, builder)
 
     def text_again(number: int) -> SampleText:
         shard = table.shard_of(number)
         place = number - int(table.shard_starts[shard])
-        row: dict[str, Any] = shards[shard].table.slice(place, 1).to_pylist()[0]
-        return read_text(builder, shards[shard].stamp, row)
+        row: dict[str, Any] = index_of(shard).table.slice(place, 1).to_pylist()[0]
+        return read_text(builder, table.shards[shard], row)
 
     fitted = apply_over_long(
         table,
@@ -131,7 +126,7 @@ def fit_samples(
     )
     if config.share is None:
         return fitted
-    held = held_out([index.table for index in shards], config.share.fraction)
+    held = held_out(table.openings, config.share.fraction)
     return fitted.only(held if config.key == "data.validation" else ~held)
 
 
@@ -147,12 +142,12 @@ def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Pla
         (int(table.source_starts[d]), int(table.source_starts[d + 1]))
         for d in range(len(config.sources))
     ]
-    numbers = [np.flatnonzero(fitted.eligible[a:b]).astype(np.int64) + a for a, b in bounds]
+    numbers = [chosen(fitted.eligible[a:b], a) for a, b in bounds]
     sizes = [chosen.shape[0] for chosen in numbers]
     draws: Sequence[int] = sizes
     if config.weighted:
-        tokens = [int(table.num_tokens[chosen].sum()) for chosen in numbers]
-        contents = list(zip(sizes, tokens, strict=True))
+        totals = [Totals.of((table, span) for span in fitted.good(*each)) for each in bounds]
+        contents = list(zip(sizes, (total.num_tokens for total in totals), strict=True))
         draws = blended_draws(config, config.epoch_size or sum(sizes), contents)
     sources = []
     for d, source in enumerate(config.sources):
@@ -196,15 +191,16 @@ def _identity(
     config: DataConfig,
     survey: Survey,
     encoder: Encoder,
-    joined: Sequence[tuple[Sequence[ShardIndex], Sequence[Any]]],
+    table: SampleTable,
 ) -> Identity:
-    contents = []
-    for indexes, _ in joined:
-        samples = sum(index.num_samples for index in indexes)
-        content = short_digest("".join(index.content for index in indexes))
-        contents.append((f"{len(indexes)} shards, {samples} samples", content))
-    tables = [table for _, tables in joined for table in tables]
-    lengths, objects = lengths_digest(tables)[:16], objects_said(tables)
+    contents, first = [], 0
+    for d, source in enumerate(survey.sources):
+        stop = first + len(source)
+        samples = int(table.source_starts[d + 1] - table.source_starts[d])
+        content = short_digest("".join(table.contents[first:stop]))
+        contents.append((f"{len(source)} shards, {samples} samples", content))
+        first = stop
+    lengths, objects = table.lengths_digest[:16], table.objects
     identity = split_identity(
         config, survey.shuffle, encoder, rule=PLAN_RULE, lengths=lengths, contents=contents
     )

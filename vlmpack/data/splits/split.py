@@ -20,7 +20,8 @@ import numpy as np
 import PIL
 
 from vlmpack.data.config import DataConfig
-from vlmpack.data.index.table import Fitted, Int64s, SampleRef
+from vlmpack.data.index.table import Fitted, Int64s, SampleRef, chosen
+from vlmpack.data.index.table_file import LARGE, Numbers
 from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.plan.batches import Cursors, Plan, PlannedBatch, Position
 from vlmpack.data.plan.packers import Bin, PlannedSamples, planned_samples
@@ -42,8 +43,9 @@ MIN_PROBED = 16
 
 def probed_samples(fitted: Fitted, count: int) -> list[SampleRef]:
     """A few good samples, spread over the split, and some of those that the plan shrank."""
-    usable = np.flatnonzero(fitted.eligible & ~fitted.table.bad)
-    places = np.linspace(0, usable.size - 1, num=min(count, usable.size)).astype(np.int64)
+    usable = chosen(fitted.eligible & ~fitted.table.bad)
+    size = usable.shape[0]
+    places = np.linspace(0, size - 1, num=min(count, size)).astype(np.int64)
     spread = usable[places].tolist()
     return [fitted.table.ref(n) for n in sorted({*spread, *list(fitted.table.shrunk)[:count]})]
 
@@ -163,14 +165,14 @@ class Split(Protocol):
         """Global batches from a state to the end of the last of `epochs` epochs; 0 or less behind
         it."""
 
-    def numbers(self) -> list[tuple[str, Int64s]]:
+    def numbers(self) -> Sequence[tuple[str, Numbers]]:
         """(name, usable samples by their number in the plan) of each source, all indexed."""
 
     def index_all(self) -> None:
         """Indexes what is not indexed yet, so that `epoch_length` is exact."""
 
-    def usable_sizes(self) -> tuple[Int64s, Int64s]:
-        """(n,) tokens and (n,) vision patches of the usable samples that are known."""
+    def usable_sizes(self) -> Iterator[tuple[Int64s, Int64s]]:
+        """(n,) tokens and (n,) vision patches of the usable samples that are known, by spans."""
 
     def probed(self, count: int, state: DataState) -> list[SampleRef]:
         """A few samples whose predicted lengths are worth a check."""
@@ -241,28 +243,27 @@ class KnownSplit:
         """See Split."""
         return self.plan.steps_until(epochs, state.position)
 
-    def numbers(self) -> list[tuple[str, Int64s]]:
+    def numbers(self) -> Sequence[tuple[str, Numbers]]:
         """See Split."""
         return [(source.name, source.numbers) for source in self.plan.sources]
 
     def index_all(self) -> None:
         """See Split."""
 
-    def usable_sizes(self) -> tuple[Int64s, Int64s]:
+    def usable_sizes(self) -> Iterator[tuple[Int64s, Int64s]]:
         """See Split."""
-        table, usable = self.fitted.table, self.fitted.eligible
-        return table.num_tokens[usable], table.num_patches[usable]
+        return self.fitted.sizes()
 
     def probed(self, count: int, state: DataState) -> list[SampleRef]:
         """See Split."""
         return probed_samples(self.fitted, count)
 
     def summary(self) -> DataSummary:
-        """See Split. Unpacked rows of a long epoch, and steps that depend on them, are taken from
-        its first window."""
+        """See Split. Planned rows of a long epoch, and steps that depend on them, are taken from
+        its first window. So are the others from LARGE samples on."""
         plan = self.plan
         packs = self.config.mode.facts.plans_rows and not self.config.mode.facts.reads_packs
-        whole = plan.epoch_size <= SUMMARY_SAMPLES or not packs
+        whole = plan.epoch_size <= (SUMMARY_SAMPLES if packs else LARGE)
         rows = PackArrays.of(plan.first_epoch(None if whole else 1))
         if whole or plan.packer.num_batches(1) is not None:
             epoch = self.epoch_length()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 
@@ -178,13 +178,10 @@ class StreamedSplit:
             )
         return numbered
 
-    def usable_sizes(self) -> tuple[Int64s, Int64s]:
+    def usable_sizes(self) -> Iterator[tuple[Int64s, Int64s]]:
         """See Split: of the shards that the first window needed."""
         self._first_order()
-        loaded = self.index.kept()
-        tokens = [one.table.num_tokens[one.eligible] for one in loaded]
-        patches = [one.table.num_patches[one.eligible] for one in loaded]
-        return np.concatenate(tokens), np.concatenate(patches)
+        return chain.from_iterable(one.sizes() for one in self.index.kept())
 
     def probed(self, count: int, state: DataState) -> list[SampleRef]:
         """See Split. Samples of the window that the run begins with, which is indexed first. At

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -96,6 +97,55 @@ class EpochLength:
     exact: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counts over the good samples of some spans.
+
+    Args:
+        by_tokens: (longest + 1,) samples of each length in tokens.
+    """
+
+    by_tokens: Int64s
+    num_without_image: int
+    num_image_tokens: int
+    num_label_tokens: int
+    num_patches: int
+
+    @classmethod
+    def of(cls, spans: Iterable[tuple[SampleTable, Int64s]]) -> Totals:
+        """Over samples of tables, a span at a time."""
+        lengths, sums = np.zeros(1, np.int64), np.zeros(4, np.int64)
+        for table, numbers in spans:
+            counts = np.bincount(table.num_tokens[numbers], minlength=lengths.size)
+            counts[: lengths.size] += lengths
+            lengths, images = counts, table.num_image_tokens[numbers]
+            others = (table.num_label_tokens[numbers], table.num_patches[numbers])
+            sums += [np.count_nonzero(images == 0), images.sum(), *(each.sum() for each in others)]
+        return cls(lengths, *sums.tolist())
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in them."""
+        return int(self.by_tokens.sum())
+
+    @property
+    def num_tokens(self) -> int:
+        """Their tokens."""
+        return int(self.by_tokens @ np.arange(self.by_tokens.size))
+
+    def percentiles(self, percents: Sequence[float]) -> dict[Any, int]:
+        """Percent -> tokens of the sample nearest to it; empty without samples.
+
+        The places are those of `numpy.percentile(..., method="nearest")`.
+        """
+        ends = np.cumsum(self.by_tokens)
+        if not ends[-1]:
+            return {}
+        places = np.around((ends[-1] - 1) * (np.asarray(percents) / 100)).astype(np.int64)
+        values = np.searchsorted(ends, places, side="right").tolist()
+        return dict(zip(percents, values, strict=True))
+
+
 def fewest_samples(bins: Int64s) -> int:
     """Samples that 19 of 20 rows hold at least; 0 without a row."""
     return int(np.percentile(bins, 5, method="lower")) if bins.size else 0
@@ -111,32 +161,22 @@ def summarise(
         tokens: (n, k) of the sequences of the planned samples, in plan order.
         bins: (b,) samples in each of their bins, in plan order.
     """
-    good = [np.flatnonzero(one.eligible & ~one.table.bad) for one in fitted]
-
-    def column(name: str) -> Int64s:
-        pairs = zip(fitted, good, strict=True)
-        columns = [getattr(one.table, name)[rows] for one, rows in pairs]
-        return np.concatenate([np.empty(0, np.int64), *columns])
-
-    lengths, image_tokens = column("num_tokens"), column("num_image_tokens")
+    totals = Totals.of((one.table, span) for one in fitted for span in one.good())
     faults = Counter(kind for one in fitted for kind, _ in one.table.faults.values())
     padded, packed = count_slots(tokens.reshape(-1), bins * tokens.shape[1])
     return DataSummary(
         num_shards=num_shards,
         num_indexed=sum(len(one.table.shards) for one in fitted),
         num_samples=sum(one.num_samples for one in fitted),
-        num_usable=int(lengths.size),
+        num_usable=totals.num_samples,
         num_dropped=sum(len(one.dropped) for one in fitted),
         num_shrunk=sum(len(one.table.shrunk) for one in fitted),
         num_bad=dict(sorted(faults.items())),
-        num_without_image=int(lengths.size - np.count_nonzero(image_tokens)),
-        num_tokens=int(lengths.sum()),
-        num_image_tokens=int(image_tokens.sum()),
-        num_label_tokens=int(column("num_label_tokens").sum()),
-        length_percentiles={
-            percent: int(np.percentile(lengths, percent, method="nearest")) if lengths.size else 0
-            for percent in PERCENTILES
-        },
+        num_without_image=totals.num_without_image,
+        num_tokens=totals.num_tokens,
+        num_image_tokens=totals.num_image_tokens,
+        num_label_tokens=totals.num_label_tokens,
+        length_percentiles=dict.fromkeys(PERCENTILES, 0) | totals.percentiles(PERCENTILES),
         epoch_samples=epoch.num_samples,
         epoch_steps=epoch.num_steps,
         epoch_is_exact=epoch.exact,
@@ -282,7 +322,7 @@ def check_not_empty(fitted: Sequence[Fitted], config: DataConfig) -> None:
     Raises:
         EmptyDataError: with what there is instead.
     """
-    empty = not any((one.eligible & ~one.table.bad).any() for one in fitted)
+    empty = not any(span.size for one in fitted for span in one.good())
     if config.share is not None and not all(one.table.bad.all() for one in fitted):
         _check_sides(fitted, config, empty=empty)
         return

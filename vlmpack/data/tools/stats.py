@@ -20,7 +20,7 @@ from vlmpack.activity import ACTIVITY
 from vlmpack.data.files.records import open_file
 from vlmpack.data.files.shard_samples import shard_records
 from vlmpack.data.files.tables import take_all
-from vlmpack.data.index.held_out import OPENING, held_out
+from vlmpack.data.index.held_out import NEVER, OPENING, held_out
 from vlmpack.data.index.lengths import COUNTS, ShardBuilder, measured, read_documents, text_of
 from vlmpack.data.index.parts import part_for
 from vlmpack.data.index.shard_index import IndexBuilder, ShardIndex, load_index
@@ -59,7 +59,7 @@ class SourceStats:
         lengths: name of COUNTS -> (m,) of the samples that are not refused; empty without a model.
         unknown_keys: keys of records that are not read -> records.
         doubts: samples whose coordinates may be wrong, with a model.
-        openings: pyarrow tables, a file each, that say of each sample what its record asks.
+        openings: an array for each file, which says of each sample what its record asks.
     """
 
     samples: int = 0
@@ -70,11 +70,11 @@ class SourceStats:
     lengths: dict[str, Int64s] = field(default_factory=dict)
     refused: dict[str, Refused] = field(default_factory=dict)
     doubts: Doubts = field(default_factory=dict)
-    openings: list[Any] = field(default_factory=list)
+    openings: list[Int64s] = field(default_factory=list)
 
     def num_held(self, share: Share) -> int:
         """Samples that a share for validation holds back."""
-        return int(held_out(self.openings, share.fraction).sum())
+        return sum(int(held_out(one, share.fraction).sum()) for one in self.openings)
 
     def as_json(self) -> dict[str, Any]:
         """Plain figures: percentiles in place of columns."""
@@ -141,7 +141,7 @@ def _add(stats: SourceStats, shard: ShardIndex, index: IndexBuilder, *, pairs: b
     ]
     stats.samples += len(rows)
     stats.unknown_keys.update(shard.unknown_keys)
-    stats.openings.append(shard.table.select([OPENING]))
+    stats.openings.append(shard.table.column(OPENING).fill_null(NEVER).to_numpy())
     stats.images.update(len(row["images"]) for row in readable)
     stats.sizes = np.concatenate((stats.sizes, np.asarray(sizes, np.int64).reshape(-1, 2)))
     if isinstance(index, ShardBuilder):

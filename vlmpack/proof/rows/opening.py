@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 from torch import Tensor
 
 from vlmpack.build.data import build_cost_model
@@ -476,8 +475,7 @@ def find_samples(train: TrainData, key: str, shard: str | None = None) -> list[S
     table = train.fitted.table
 
     def keyed(name: str) -> list[SampleRef]:
-        numbers = pc.indices_nonzero(pc.equal(table.keys, name)).to_pylist()
-        refs = [table.ref(number) for number in numbers]
+        refs = [table.ref(number) for number in table.keys.find(name)]
         return [ref for ref in refs if shard is None or shard in ref.shard]
 
     samples = keyed(key)
