@@ -14,6 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from vlmpack.data.plan.batches import MANY_SOURCES
+from vlmpack.storage.cache.cached import MAX_BLOCKS_NOTED, BlockUse
+from vlmpack.storage.fetch import HEADS_AT_ONCE
+from vlmpack.storage.remote import REQUEST_BYTES
+
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = {path.stem: path for path in sorted((ROOT / "docs/guides").glob("*.md"))}
 FEW = (
@@ -117,6 +122,37 @@ def test_object_storage(empty):
 def test_serving(empty):
     said = follow(GUIDES["serving"].read_text(), empty)
     assert "README.md" in said and "adapter_config.json" in said
+
+
+@pytest.mark.soak
+def test_how_large(empty):
+    given = {"TRAIN": str(ROOT / "assets/digits/train-*.tar"), "INDEX": str(empty / "index")}
+    given |= {"MODEL": str(ROOT / "assets/tiny-qwen2_5_vl"), "WORLD": "2", "BATCH": "4"}
+    said = follow(GUIDES["how-large"].read_text(), empty, **given)
+    assert "on 2 model copies of 2 processes" in said
+    assert list((empty / "index").glob("*.part"))
+
+
+def test_the_examples_of_how_large_follow_from_its_formulas():
+    page = " ".join(GUIDES["how-large"].read_text().split()) + " "
+    samples, size, seconds, ranks, nodes = 100e6, 2.6e12, 12_000, 1024, 128
+    window = max(4096, 128 * 4096)
+    assert f"| W | samples of a shuffle window | samples | {window:,} |" in page
+    for found in (
+        f"100M / 12,000 = {samples / seconds:,.0f} ",
+        f"2.6 TB / (1,024 x 12,000) = {size / (ranks * seconds) / 1e3:.0f} kB/s ",
+        f"D / T {size / seconds / 1e6:.0f} MB/s ",
+        f"(8 MiB x 12,000) = {nodes * size / (8 * 2**20 * seconds):,.0f} ",
+        f"n x D / T {nodes * size / seconds / 1e9:.1f} GB/s ",
+        f"x 52 MB = {2 * (window / 2000 + 1) * 52e6 / 1e9:.1f} GB ",
+        f"50,000 x 0.04 / {HEADS_AT_ONCE} = {50_000 * 0.04 / HEADS_AT_ONCE:.0f} s ",
+        f"fetches whole shards ahead of use. A request asks for at most {REQUEST_BYTES >> 20} MiB",
+        f"remembers how {MAX_BLOCKS_NOTED:,} blocks were used, which are "
+        f"{MAX_BLOCKS_NOTED * BlockUse().block_bytes >> 30} GiB",
+        f"beyond {MANY_SOURCES} has a cursor",
+    ):
+        assert found in page, found
+    assert size / 50_000 == 52e6 and samples / 50_000 == 2000
 
 
 def test_every_guide_is_followed_and_a_wrong_command_is_seen(empty):
