@@ -19,8 +19,9 @@ from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.pipeline import TrainData
 from vlmpack.errors import DataError, RecipeError, VlmpackError
-from vlmpack.recipe.data import OnErrorSection, StorageSection
+from vlmpack.recipe.data import CacheSection, OnErrorSection, StorageSection
 from vlmpack.storage import RoutingFetcher
+from vlmpack.storage.cache.cached import BlockUse, CachedFetcher
 
 CANARIES = {
     "STORE_KEY": "canary-access-key",
@@ -126,6 +127,30 @@ def test_digits_from_s3_are_the_digits_from_disk(encoder, tmp_path: Path) -> Non
         fetcher.close()
         braces = "s3://digits/v1/train-{000000..000001}.tar"
         assert_same(batches(braces, RoutingFetcher(storage(endpoint)), 1), expected)
+
+
+@pytest.mark.usefixtures("small_windows")
+@pytest.mark.parametrize("shuffle", ["global", "window"])
+def test_epochs_are_the_same_through_a_cache_of_a_tenth(tmp_path: Path, shuffle: str) -> None:
+    """Samples, order and tensors of three epochs, while blocks come and go."""
+    write_shards(tmp_path / "served" / "b", 60, per_shard=6)
+    with FaultServer(tmp_path / "served") as server:
+        stores, found = RoutingFetcher(storage(server.url)), []
+        size = sum(s.size for s in stores.list_shards("s3://b/"))
+        section = CacheSection(directory=str(tmp_path / "cache"), max_bytes=size // 10)
+        cached = CachedFetcher(stores, section, BlockUse(block_bytes=4096))
+        for place, fetcher in (("plain", stores), ("small", cached)):
+            config = config_for("s3://b/s-*.tar", tmp_path / place, shuffle=shuffle)
+            data = opened(config, fetcher, tmp_path / "l")
+            steps = data.batches(data.start(), rank=0, dp=1, max_steps=3 * data.steps_per_epoch())
+            found.append([micro for step in steps for micro in step.micro_batches])
+            held = sum(p.stat().st_size for p in tmp_path.glob("cache/blocks/*/*"))
+            assert held <= section.max_bytes
+        cached.stop_prefetch()
+        stores.close()
+    assert_same(*found)
+    assert len({sample.key for micro in found[0] for sample in micro.samples}) == 60
+    assert cached.counters.fetched_bytes > size > 10 * 4096, "nothing had to go"
 
 
 @pytest.mark.slow
