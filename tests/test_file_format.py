@@ -133,7 +133,7 @@ def index(folder: Path, old: Any, caplog: pytest.LogCaptureFixture) -> str:
     path = str(folder / "a.0.1.index.part")
     content = io.BytesIO()
     pq.write_table(pa.table({"key": ["k"]}).replace_schema_metadata(old), content)
-    Path(path).write_bytes(content.getvalue() + parts._seal(path, content.getvalue()))
+    Path(path).write_bytes(content.getvalue() + parts.seal(path, content.getvalue()))
     assert parts.read_part(path) is None
     return caplog.text
 

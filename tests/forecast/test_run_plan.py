@@ -13,6 +13,7 @@ from support.shards import TINY_MODEL
 
 from vlmpack.build.data import packing_mode
 from vlmpack.data.pipeline import TrainData
+from vlmpack.data.plan import batches
 from vlmpack.forecast.figures import ModeFigures, RunPlan
 from vlmpack.forecast.make import plan_figures
 from vlmpack.recipe import Recipe, load_recipe
@@ -146,6 +147,18 @@ def test_shards_that_are_indexed_as_the_run_goes_on(
         assert getattr(plan.mode, key) == found[key], key
     assert plan.run_steps == data.steps_until(2, data.start())
     assert any("data.shuffle is window" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("least", [1, COUNT + 1])
+def test_the_size_of_order_files_is_said(
+    shards: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int
+) -> None:
+    monkeypatch.setattr(batches, "LARGE", least)
+    recipe = recipe_for("in_batch")
+    data = open_as(recipe, shards[0], tmp_path / "index", on_error=SKIP)
+    notes = [note for note in planned(recipe, data, 1).notes if note.startswith("the order of ")]
+    assert len(notes) == len(list((tmp_path / "index").glob("*.order"))) == (least == 1)
+    assert all("0.0 MiB for each pass, and 0.0 MiB more" in note for note in notes)
 
 
 @pytest.mark.parametrize(("most", "said"), [(1, True), (64, False), (None, False)])

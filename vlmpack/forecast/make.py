@@ -57,6 +57,7 @@ from vlmpack.packing.prefix_rows import PlannedSample, shared_rows
 from vlmpack.recipe.derived import data_parallel_size
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.schema import ModelSection, PackingSection
+from vlmpack.words import sized
 
 MAX_STEPS = 64
 """Steps that are averaged at most: dealing one to 64 ranks takes up to 20 ms."""
@@ -401,7 +402,12 @@ def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
     )
     if unknown := inputs.split.fitted.table.unknown_keys:
         notes.append(f"keys of records that are not read: {describe_keys(unknown)}")
-    if isinstance(inputs.split.plan, WindowPlan):
+    if isinstance(plan := inputs.split.plan, Plan) and (filed := plan.filed):
+        notes.append(
+            f"the order of {sum(filed):,} samples lies in {plan.folder}: {sized(4 * sum(filed))} "
+            f"for each pass, and {sized(16 * max(filed))} more while the largest is made"
+        )
+    if isinstance(plan, WindowPlan):
         notes.append(
             "data.shuffle is window: the recipe's mode is planned by it, the other modes by a "
             "shuffle over all samples"

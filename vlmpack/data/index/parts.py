@@ -22,7 +22,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -64,7 +64,7 @@ def write_part(path: str, table: Any, metadata: dict[bytes, bytes]) -> None:
     pq.write_table(table.replace_schema_metadata(facts), content, compression="zstd")
     data = content.getvalue()
     try:
-        write_atomically(Path(path), data + _seal(path, data))
+        write_atomically(Path(path), data + seal(path, data))
         sync_folder(Path(path).parent)
     except OSError as error:
         raise unwritable(path, error) from error
@@ -82,7 +82,7 @@ def read_part(path: str) -> Any | None:
         logger.warning("the index file %s cannot be read (%s); it is made again", path, error)
         return None
     data = memoryview(content)[:-SEAL_BYTES]
-    if content[-SEAL_BYTES:] == _seal(path, data):
+    if content[-SEAL_BYTES:] == seal(path, data):
         try:
             table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
         except (OSError, pa.ArrowException):
@@ -107,15 +107,15 @@ def _has_the_format(table: Any, path: str) -> bool:
     return refusal is None
 
 
-def unwritable(path: str, error: OSError) -> DataError:
+def unwritable(path: str, error: OSError, what: str = "the index") -> DataError:
     """Why a part cannot be kept."""
     return transport_error(
-        f"the index cannot be written to {path}: {error.strerror or error}; set data.index_dir "
+        f"{what} cannot be written to {path}: {error.strerror or error}; set data.index_dir "
         "(or VLMPACK_CACHE) to a folder that can be written"
     )
 
 
-def _seal(path: str, data: bytes | memoryview) -> bytes:
+def seal(path: str, data: bytes | memoryview) -> bytes:
     """Ties a part's bytes to its name."""
     name = path.rpartition("/")[2].encode(errors="surrogateescape")
     digest = hashlib.blake2b(name, digest_size=SEAL_BYTES, person=b"vlmpack.part")
@@ -366,8 +366,9 @@ def _lock(path: Path) -> Iterator[str | None]:
             return
         except OSError:
             pass  # A file system without locks: work done twice is still written atomically.
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        with suppress(OSError):  # a full disk: the holder fails at its own file, which is named
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield None
     finally:
         os.close(descriptor)

@@ -34,19 +34,22 @@ deadline, which is the schedule that keeps every source within one.
 from __future__ import annotations
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
 from heapq import heappop, heappush
 from math import lcm
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.data.index.table_file import Int64s, Numbers
+from vlmpack.data.index.table_file import LARGE, Int64s, Numbers
+from vlmpack.data.plan.order import OrderFile
 from vlmpack.data.plan.packers import Bin, Packer
 
 
@@ -122,10 +125,13 @@ PLAN_RULE = "plan-1"
 
 def seeded_order(count: int, *labels: object) -> Int64s:
     """(count,) a permutation of 0 .. count - 1 that depends on the labels alone."""
-    text = "|".join([PLAN_RULE, *(str(label) for label in labels)])
-    key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
-    raw = np.asarray(np.random.Philox(key=key).random_raw(count), dtype=np.uint64)
+    raw = np.asarray(np.random.Philox(key=_key(*labels)).random_raw(count), dtype=np.uint64)
     return np.argsort(raw, kind="stable")
+
+
+def _key(*labels: object) -> int:
+    text = "|".join([PLAN_RULE, *(str(label) for label in labels)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
 
 
 def grouped_order(
@@ -327,6 +333,7 @@ class Plan(KnownPlan):
         groups: (N,) of all samples of the split, equal for those that stand together. None if no
             samples do.
         in_turn: whether the samples of a group stand in the order of their numbers.
+        folder: keeps the orders of large sources, where it can be written and groups are None.
     """
 
     sources: Sequence[PlanSource]
@@ -337,10 +344,11 @@ class Plan(KnownPlan):
     packer: Packer
     groups: Int64s | None = None
     in_turn: bool = False
+    folder: Path | None = None
 
     def __post_init__(self) -> None:
         self._starts = window_starts([source.num_draws for source in self.sources], self.window)
-        self._passes: dict[tuple[int, int], Int64s] = {}
+        self._passes: dict[tuple[int, int], Int64s | OrderFile] = {}
         self._steps: dict[tuple[int, int], int] = {}
 
     @property
@@ -396,30 +404,41 @@ class Plan(KnownPlan):
     def _draw(self, d: int, source: PlanSource, start: int, end: int) -> Int64s:
         """Draws `start` to `end` of a source: pass after pass, each in its own order."""
         size = source.numbers.shape[0]
-        pieces: list[Int64s] = []
+        pieces = [source.numbers[:0]]
         while start < end:
             number, place = divmod(start, size)
-            count = min(end - start, size - place)
-            pieces.append(self._pass(d, source, number)[place : place + count])
-            start += count
-        return np.concatenate(pieces) if pieces else source.numbers[:0]
+            places = slice(place, min(place + end - start, size))
+            pieces.append(source.numbers[self._pass(d, source, number)[places]])
+            start += places.stop - place
+        return np.concatenate(pieces)
 
-    def _pass(self, d: int, source: PlanSource, number: int) -> Int64s:
+    def _pass(self, d: int, source: PlanSource, number: int) -> Int64s | OrderFile:
         """The order of one pass over a source. A few are cached, since a window needs two."""
         known = self._passes.get((d, number))
         if known is None:
-            known = source.numbers[self._pass_order(source, number)]
+            known = self._pass_order(source, number)
             for old in [place for place in self._passes if place[0] == d][:-1]:
                 del self._passes[old]
             self._passes[d, number] = known
         return known
 
-    def _pass_order(self, source: PlanSource, number: int) -> Int64s:
+    def _pass_order(self, source: PlanSource, number: int) -> Int64s | OrderFile:
+        count, labels = source.numbers.shape[0], ("global", self.seed, source.name, number)
+        if count in self.filed and self.folder is not None:
+            return OrderFile(self.folder, count, _key(*labels))
         if self.shuffle == "global":
-            return self._shuffled(source.numbers[:], "global", self.seed, source.name, number)
+            return self._shuffled(source.numbers[:], *labels)
         if self.groups is not None:
             return in_groups(self.groups[source.numbers[:]])
-        return np.arange(source.numbers.shape[0], dtype=np.int64)
+        return np.arange(count, dtype=np.int64)
+
+    @property
+    def filed(self) -> list[int]:
+        """The samples of each source from LARGE on, whose orders lie in files."""
+        alone = self.shuffle == "global" and self.groups is None
+        counts = [source.numbers.shape[0] for source in self.sources]
+        is_filed = alone and os.access(self.folder or "", os.W_OK)
+        return [count for count in counts if is_filed and count >= LARGE]
 
     def _shuffled(self, numbers: Int64s, *labels: object) -> Int64s:
         """(n,) places of some samples in a seeded order, by whole groups where there are some."""

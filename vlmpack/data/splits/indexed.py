@@ -49,7 +49,7 @@ from vlmpack.data.splits.summary import (
     short_digest,
     split_identity,
 )
-from vlmpack.data.splits.survey import Survey
+from vlmpack.data.splits.survey import Survey, index_folder
 from vlmpack.encode import Encoder
 from vlmpack.errors import EmptyDataError
 
@@ -165,6 +165,7 @@ def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Pla
         packer=FixedPacker(1, 1),
         groups=sample_groups(table, by_image=config.groups_images),
         in_turn=config.keeps_turns,
+        folder=index_folder(config),
     )
     first_samples = partial(dry_run_order, uncut)
     planned = None if table.prefixes is None else partial(planned_samples, table)
