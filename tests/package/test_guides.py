@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from vlmpack.data.index.table_file import LARGE
 from vlmpack.data.plan.batches import MANY_SOURCES
 from vlmpack.storage.cache.cached import MAX_BLOCKS_NOTED, BlockUse
 from vlmpack.storage.fetch import HEADS_AT_ONCE
@@ -149,7 +150,8 @@ def test_the_examples_of_how_large_follow_from_its_formulas():
         f"fetches whole shards ahead of use. A request asks for at most {REQUEST_BYTES >> 20} MiB",
         f"remembers how {MAX_BLOCKS_NOTED:,} blocks were used, which are "
         f"{MAX_BLOCKS_NOTED * BlockUse().block_bytes >> 30} GiB",
-        f"beyond {MANY_SOURCES} has a cursor",
+        f"with more than {MANY_SOURCES} sources, each has a cursor",
+        f"Below {LARGE // 1_000_000} million samples a process also",
     ):
         assert found in page, found
     assert size / 50_000 == 52e6 and samples / 50_000 == 2000
