@@ -152,6 +152,7 @@ def test_the_examples_of_how_large_follow_from_its_formulas():
         f"{MAX_BLOCKS_NOTED * BlockUse().block_bytes >> 30} GiB",
         f"with more than {MANY_SOURCES} sources, each has a cursor",
         f"Below {LARGE // 1_000_000} million samples a process also",
+        f"From {LARGE // 1_000_000} million samples of a source on, the order",
     ):
         assert found in page, found
     assert size / 50_000 == 52e6 and samples / 50_000 == 2000
