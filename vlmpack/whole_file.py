@@ -33,8 +33,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[BinaryIO]:
+def written_whole(path: Path, *, flush: bool = True) -> Iterator[BinaryIO]:
     """A temporary file to write, which takes the name when the block ends without an error.
+
+    Args:
+        flush: to the disk first. False where what a power cut tears is found, and made again.
 
     Raises:
         OSError: disk full, and the like; the old file is kept.
@@ -44,8 +47,9 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     try:
         with temporary.open("wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

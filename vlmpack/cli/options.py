@@ -51,6 +51,8 @@ def option(name: str, **more: Any) -> Any:
 
 START_SECONDS = 6
 """Before a process that imports torch does anything else."""
+SHARD_SECONDS = 0.008
+"""What a shard takes, however small it is."""
 
 RecipePath = Annotated[str, argument("shared.recipe_path")]
 RecipeOrRun = Annotated[Path, argument("shared.recipe_or_run")]
@@ -132,7 +134,7 @@ def num_processes(processes: int | None, shards: Sequence[str], bytes_a_second: 
         return processes
     if not any(is_remote(shard) for shard in shards):
         size = sum(path.stat().st_size for path in map(Path, shards) if path.is_file())
-        if size < START_SECONDS * bytes_a_second:
+        if size / bytes_a_second + len(shards) * SHARD_SECONDS < START_SECONDS:
             return 1
     return min(16, len(os.sched_getaffinity(0)))
 

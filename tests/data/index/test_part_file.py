@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from support.shard_fakes import write_shards
 
+from vlmpack.data.index import parts
 from vlmpack.data.index.parts import SEAL_BYTES, BuildSettings, read_part, write_part
 from vlmpack.data.index.shard_index import IndexBuilder, open_index
 from vlmpack.errors import DataError
-from vlmpack.storage.fetch import LocalFetcher
+from vlmpack.storage.fetch import LocalFetcher, ShardStamp
 from vlmpack.storage.sources import expand_shards
 
 SAMPLES = 40
@@ -72,6 +74,37 @@ def test_flips_that_parquet_passes_over_are_found(
     assert len(first) == SAMPLES
     assert "damaged" in caplog.text
     assert part.read_bytes() == good
+
+
+@pytest.mark.parametrize("kept", [0, 0.5, 1])
+def test_a_part_that_a_power_cut_tears_is_made_again(
+    indexed: tuple[Path, Path], kept: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts are not flushed, so after one a name may have no bytes, or zeros. 1 is the control."""
+    pattern, part = indexed
+    good, before = part.read_bytes(), part.stat().st_mtime_ns
+    if kept < 1:
+        part.write_bytes(good[: int(kept * len(good))].ljust(int(2 * kept * len(good)), b"\0"))
+    assert (read_part(str(part)) is None) == (kept < 1)
+    monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("a flush for each part takes longer"))
+    assert len(rows_of(pattern, part.parent)) == SAMPLES
+    assert part.read_bytes() == good
+    assert (part.stat().st_mtime_ns == before) == (kept == 1)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "expected"), [(20_000, 10, 4), (20, 10, 1), (8, 1 << 30, 4), (7, 1 << 30, 1)]
+)
+def test_many_small_shards_are_worth_a_pool(
+    count: int, size: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(
+        parts, "each_shard", lambda *_, processes, **__: asked.append(processes) or []
+    )
+    some = [parts.Part(ShardStamp("a.tar", size, "1"), "a")] * count
+    assert not list(parts._run(some, lambda _: None, BuildSettings(max_processes=4)))
+    assert asked == [expected]
 
 
 def test_a_part_with_fewer_rows_is_made_again(

@@ -7,11 +7,13 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
 
 from vlmpack.activity import ACTIVITY
+from vlmpack.data.index import shard_pool
 from vlmpack.data.index.shard_pool import AHEAD, each_shard
 from vlmpack.errors import VlmpackError
 
@@ -48,6 +50,45 @@ def test_few_shards_are_held_at_a_time(in_order: bool) -> None:
     rest = list(reports)
     assert sorted([first, *rest]) == [2 * number for number in range(40)]
     assert not in_order or [first, *rest] == sorted([first, *rest])
+
+
+class Keeps:
+    """Work that counts what it was called with, where it is."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, number: int) -> tuple[int, int, int]:
+        self.seen += 1
+        return number, os.getpid(), self.seen
+
+
+def test_a_process_gets_the_work_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a tokenizer is loaded once. Many small shards are sent several at a time."""
+    monkeypatch.setattr(shard_pool, "FEWEST_TURNS", 3)
+    sent: list[int] = []
+    submit = ProcessPoolExecutor.submit
+
+    def counted(pool: Any, call: Any, some: list[int]) -> Any:
+        sent.append(len(some))
+        return submit(pool, call, some)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", counted)
+    reports = list(
+        each_shard(Keeps(), range(40), processes=2, preload=(), in_order=False, remedy="none")
+    )
+    assert sorted(number for number, _, _ in reports) == list(range(40))
+    most = {pid: 0 for _, pid, _ in reports}
+    for _, pid, seen in reports:
+        most[pid] = max(most[pid], seen)
+    assert sum(most.values()) == 40, "each process counts on"
+    assert sent == [7] * 5 + [5]
+
+
+def test_no_process_starts_for_nothing() -> None:
+    assert not list(
+        each_shard(Keeps(), [], processes=2, preload=("no_such",), in_order=False, remedy="none")
+    )
 
 
 def watched(number: int) -> tuple[int, str, set[str]]:

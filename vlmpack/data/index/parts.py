@@ -6,10 +6,11 @@ A part's name has the shard's path, size and version, and the rule that made it.
 simply has no part yet. Parquet's own checksums leave out its footer, where one flipped bit can drop
 rows. So the digest is checked before a part is parsed.
 
-Parts appear by rename, after an fsync. Where all shards are needed at once, one process builds what
-is missing (`build_parts`). During a run every process builds some (`build_parts_together`). The
-others wait for the files, outside any collective. They take over when the builder dies, since the
-kernel releases its lock. A warm launch opens one file in their place (`table_file`).
+Parts appear by rename. They are not flushed to the disk, since one that a power cut tears is
+damaged, and made again. Where all shards are needed at once, one process builds what is missing
+(`build_parts`). During a run every process builds some (`build_parts_together`). The others wait
+for the files, outside any collective. They take over when the builder dies, since the kernel
+releases its lock. A warm launch opens one file in their place (`table_file`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from vlmpack.errors import (
 from vlmpack.file_format import FORMAT, INDEX
 from vlmpack.storage.access import default_cache_dir
 from vlmpack.storage.fetch import ShardStamp
-from vlmpack.whole_file import sync_folder, write_atomically
+from vlmpack.whole_file import written_whole
 
 SUFFIX = ".part"
 """No parquet reader takes such a file as it is, so it is not called one."""
@@ -54,7 +55,7 @@ _FORMAT = FORMAT.encode()
 
 
 def write_part(path: str, table: Any, metadata: dict[bytes, bytes]) -> None:
-    """Write a part atomically: temporary file, fsync, rename, fsync of the folder.
+    """Write a part atomically: temporary file, rename.
 
     Raises:
         DataError: class `transport`, where the folder cannot be written.
@@ -62,10 +63,10 @@ def write_part(path: str, table: Any, metadata: dict[bytes, bytes]) -> None:
     content = io.BytesIO()
     facts = {_FORMAT: str(INDEX.number).encode(), **metadata}
     pq.write_table(table.replace_schema_metadata(facts), content, compression="zstd")
-    data = content.getvalue()
+    content.write(seal(path, content.getbuffer()))
     try:
-        write_atomically(Path(path), data + seal(path, data))
-        sync_folder(Path(path).parent)
+        with written_whole(Path(path), flush=False) as file:
+            file.write(content.getbuffer())
     except OSError as error:
         raise unwritable(path, error) from error
 
@@ -127,6 +128,8 @@ logger = logging.getLogger("vlmpack")
 
 POOL_MIN_PARTS = 8
 POOL_MIN_BYTES = 512 << 20
+PART_BYTES = 512 << 10
+"""A part takes as long as so many bytes, however small its shard is."""
 POLL_SECONDS = 0.2
 SHARE_POLL_SECONDS = 0.02
 
@@ -156,7 +159,7 @@ class BuildSettings:
     directory: Path = field(default_factory=lambda: default_cache_dir())
     """Where they lie."""
     max_processes: int = 1
-    """Processes that make them, where there are many and large shards."""
+    """Processes that make them, where there are many or large shards."""
     stall_timeout_seconds: float = 1800.0
     """The longest wait for another process that makes them, without a new part."""
     preload: tuple[str, ...] = DEFAULT_PRELOAD
@@ -329,7 +332,7 @@ def _run(
     parts: Sequence[Part], build: BuildPart, settings: BuildSettings
 ) -> Iterator[tuple[int, VlmpackError | None]]:
     """(place, fault) of each part as it finishes; a pool only where the work is worth its start."""
-    large = sum(part.stamp.size for part in parts) >= POOL_MIN_BYTES
+    large = sum(part.stamp.size + PART_BYTES for part in parts) >= POOL_MIN_BYTES
     processes = min(settings.max_processes, len(parts))
     if len(parts) < POOL_MIN_PARTS or not large:
         processes = 1

@@ -114,7 +114,7 @@ NoteRow = Callable[[IndexRow, VLMSample | None], None]
 
 
 PIECE_BYTES = 4 << 20
-"""A process reads so much of a large file of JSONL at a time."""
+"""A process reads so much of a large file of JSONL at a time, so that few rows are in Python."""
 
 Piece = tuple[Any, Mapping[str, int], Any]
 """A pyarrow table of index rows, the keys of their records that are not read, and the lengths of
@@ -154,8 +154,7 @@ class IndexBuilder:
             DataError: as above.
         """
         files = RecordFiles(self.fetcher, self.caps)
-        pieces = files.pieces(stamp, PIECE_BYTES) if self.processes > 1 else [None]
-        yield from self.each(partial(self.piece, stamp), pieces)
+        yield from self.each(partial(self.piece, stamp), files.pieces(stamp, PIECE_BYTES))
         if self.fetcher.head(stamp.path) != stamp:
             raise _changed(stamp)
 
@@ -302,8 +301,8 @@ def content_digest(table: Any) -> str:
     """Says which samples a shard holds, in order, whatever its path or time stamp."""
     digest = hashlib.blake2b(digest_size=16)
     for name in ("key", "length", "crc32"):
-        for value in table.column(name).to_pylist():
-            digest.update(f"{value}\n".encode())
+        for chunk in table.column(name).chunks:
+            digest.update("".join(f"{value}\n" for value in chunk.to_pylist()).encode())
     return digest.hexdigest()
 
 

@@ -6,10 +6,11 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from typing import Protocol, TypeVar
+from itertools import islice
+from typing import Any, Protocol, TypeVar
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.forkserver import worker_context
@@ -24,7 +25,12 @@ LOOK_SECONDS = 1.0
 """How often processes say that they moved, and the one that waits for them looks."""
 
 AHEAD = 4
-"""Shards that wait or are worked on, for each process."""
+"""Shards that wait or are worked on, for each process; of many shards, so often several."""
+
+FEWEST_TURNS = 128
+"""Several shards are sent together where each process still gets so many of such groups."""
+MOST_SENT = 16
+"""The most of them."""
 
 
 class Moves(Protocol):
@@ -46,6 +52,7 @@ def each_shard(
     that another one started works alone.
 
     Args:
+        work: each process gets it once, and keeps what it loads and opens.
         shards: what it is called with; of an iterator, few are held at a time.
         processes: how many work at once; with fewer than 2 the calling one does.
         preload: modules for the processes to begin with.
@@ -54,23 +61,26 @@ def each_shard(
     Raises:
         VlmpackError: a process was killed.
     """
-    count = min(processes, len(shards)) if isinstance(shards, Sized) else processes
+    num_shards = len(shards) if isinstance(shards, Sized) else processes
+    count = min(processes, num_shards)
     if count < 2 or multiprocessing.parent_process() is not None:
         yield from map(work, shards)
         return
     context = worker_context(preload)
     moves: Moves = context.RawValue("L", 0)
     pool = ProcessPoolExecutor(
-        count, mp_context=context, initializer=_watch_process, initargs=(moves,)
+        count, mp_context=context, initializer=_start_process, initargs=(moves, work)
     )
+    several = 1 if in_order else min(MOST_SENT, 1 + num_shards // (FEWEST_TURNS * count))
     try:
-        running: list[Future[Report]] = []
-        for shard in shards:
-            running.append(pool.submit(_watched, work, shard))
+        running: list[Future[list[Report]]] = []
+        left = iter(shards)
+        while some := [*islice(left, several)]:
+            running.append(pool.submit(_watched, some))
             if len(running) == AHEAD * count:
-                yield _taken(running, in_order, moves)
+                yield from _taken(running, in_order, moves)
         while running:
-            yield _taken(running, in_order, moves)
+            yield from _taken(running, in_order, moves)
     except BrokenProcessPool as error:
         raise VlmpackError(
             f"one of the {count} processes that work on the shards was killed, most "
@@ -80,8 +90,13 @@ def each_shard(
         pool.shutdown(cancel_futures=True)
 
 
-def _watch_process(moves: Moves) -> None:
+_given: list[Callable[[Any], Any]] = []
+"""The work of a process of a pool."""
+
+
+def _start_process(moves: Moves, work: Callable[[Any], Any]) -> None:
     """Start a process that reports the store it waits for, and its progress."""
+    _given[:] = [work]
     who = f"process {os.getpid()}, which works on shards"
     # It lives as long as the process, whose threads end with it.
     Watchdog(ACTIVITY, SECONDS, who=who, say=say_printable).__enter__()
@@ -98,14 +113,15 @@ def _report_moves(moves: Moves) -> None:
             moves.value += 1
 
 
-def _watched(work: Callable[[Item], Report], shard: Item) -> Report:
+def _watched(shards: Sequence[Any]) -> list[Any]:
     with ACTIVITY.during("working on a shard", ()):
-        return work(shard)
+        return [_given[0](shard) for shard in shards]
 
 
-def _taken(running: list[Future[Report]], in_order: bool, moves: Moves) -> Report:
-    """The first report, or any finished one. Waiting counts as progress while processes move."""
-    done, seen = set[Future[Report]](), moves.value
+def _taken(running: list[Future[list[Report]]], in_order: bool, moves: Moves) -> list[Report]:
+    """The reports sent first, or any finished ones. Waiting counts as progress while processes
+    move."""
+    done, seen = set[Future[list[Report]]](), moves.value
     waited_for = running[:1] if in_order else running
     with ACTIVITY.waiting(lambda: "waiting for the processes that work on shards"):
         while not done:
