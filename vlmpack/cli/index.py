@@ -33,6 +33,7 @@ from vlmpack.words import counted
 
 if TYPE_CHECKING:
     from vlmpack.data.files.form import FormOptions
+    from vlmpack.data.index.shard_index import IndexBuilder
     from vlmpack.data.shards.naming import SampleCaps
     from vlmpack.data.tools.index_shards import ShardReport
     from vlmpack.encode import Encoder
@@ -316,6 +317,22 @@ def index(
         say(f"no usable sample: all {counted(samples, 'sample')} of these shards are bad", err=True)
     if faults or (bad and bad == samples):
         raise typer.Exit(1)
+    _write_tables(reading, builder, folder)
+
+
+def _write_tables(reading: Reading, builder: IndexBuilder, folder: Path) -> None:
+    """Leave the file of each split that its launch opens in place of all parts."""
+    from vlmpack.data.index.lengths import ShardBuilder
+    from vlmpack.data.index.parts import BuildSettings
+    from vlmpack.data.index.table_file import open_table
+
+    if not isinstance(builder, ShardBuilder):
+        return
+    shards = {shard.path: shard for shard in reading.shards}
+    for name, paths in reading.splits.items():
+        if paths and name in TRAINED:
+            stamps = [shards[path].seen(reading.fetcher) for path in paths]
+            open_table(stamps, builder, BuildSettings(directory=folder))
 
 
 def _print_first_bad(reports: Sequence[ShardReport]) -> None:

@@ -177,9 +177,12 @@ def part_for(directory: Path, stamp: ShardStamp, rule: str) -> Part:
     version = hashlib.blake2b(
         f"{stamp.size}|{stamp.version}|{rule}{stamp.form}".encode(), digest_size=8
     ).hexdigest()
-    stem = Path(stamp.path).stem[:40]
+    # As Path.stem, which takes seconds for 50,000 shards.
+    name = stamp.path.rpartition("/")[2]
+    dot = name.rfind(".")
+    stem = (name[:dot] if 0 < dot < len(name) - 1 else name)[:40]
     kind = rule.split("-", 1)[0]
-    return Part(stamp, str(directory / f"{stem}.{place}.{version}.{kind}{SUFFIX}"))
+    return Part(stamp, f"{directory}/{stem}.{place}.{version}.{kind}{SUFFIX}")
 
 
 def load_part(part: Part, build: BuildPart, fits: Callable[[Any], bool]) -> Any:

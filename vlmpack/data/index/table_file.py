@@ -464,11 +464,7 @@ def open_table(
         DataError: the first shard in order that is damaged or out of reach; class `transport` where
             a table of more than MOST_IN_MEMORY samples cannot be written.
     """
-    rules = (builder.rule, builder.lengths.rule)
-    index, lengths = ([part_for(settings.directory, s, rule) for s in stamps] for rule in rules)
-    names = "\n".join(part.path.rpartition("/")[2] for part in (*index, *lengths))
-    digest = hashlib.blake2b(names.encode(errors="surrogateescape"), digest_size=16).hexdigest()
-    path = settings.directory / f"{digest}{SUFFIX}"
+    index, lengths, path = table_parts(stamps, builder, settings)
     file = _open_current(path, builder)
     if file is not None:
         return file
@@ -483,6 +479,17 @@ def open_table(
             raise
         logger.warning("%-14s %s; each process keeps it in memory", "index", error.reason)
     return file or in_memory(pairs())
+
+
+def table_parts(
+    stamps: Sequence[ShardStamp], builder: ShardBuilder, settings: BuildSettings
+) -> tuple[list[Part], list[Part], Path]:
+    """The index parts and the lengths parts of some shards, and the path of the table of both."""
+    rules = (builder.rule, builder.lengths.rule)
+    index, lengths = ([part_for(settings.directory, s, rule) for s in stamps] for rule in rules)
+    names = "\n".join(part.path.rpartition("/")[2] for part in (*index, *lengths))
+    digest = hashlib.blake2b(names.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+    return index, lengths, settings.directory / f"{digest}{SUFFIX}"
 
 
 def _open_current(path: Path, builder: ShardBuilder) -> ColumnsFile | None:

@@ -182,6 +182,8 @@ def sample_groups(table: SampleTable, *, by_image: bool) -> Int64s | None:
     The branches of a record form a group. With `by_image`, so do samples of one source with the
     same images.
     """
+    if table.branches is None and not by_image:
+        return None
     spans = list(pairwise(table.source_starts.tolist()))
     by_source = [table.groups(np.arange(a, b, dtype=np.int64), by_image=by_image) for a, b in spans]
     groups = [group for group in by_source if group is not None]
