@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from support.shards import TINY_MODEL
 from vlmpack.build.data import packing_mode
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan import batches
+from vlmpack.forecast import modes
 from vlmpack.forecast.figures import ModeFigures, RunPlan
 from vlmpack.forecast.make import plan_figures
 from vlmpack.recipe import Recipe, load_recipe
@@ -147,6 +149,38 @@ def test_shards_that_are_indexed_as_the_run_goes_on(
         assert getattr(plan.mode, key) == found[key], key
     assert plan.run_steps == data.steps_until(2, data.start())
     assert any("data.shuffle is window" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("shuffle", ["global", "window"])
+@pytest.mark.parametrize("name", ["in_batch", "online, stream"])
+def test_rows_of_a_long_epoch_are_estimates_and_its_samples_are_counted(
+    shards: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, name: str, shuffle: str
+) -> None:
+    monkeypatch.setattr("vlmpack.data.plan.packers.MIN_WINDOW_SAMPLES", 16)
+    monkeypatch.setattr("vlmpack.data.plan.packers.BATCHES_PER_WINDOW", 2)
+    recipe = recipe_for(name)
+    data = open_as(recipe, *shards, shuffle=shuffle, on_error=SKIP)
+    data.split.index_all()
+    exact = planned(recipe, data, 1)
+    monkeypatch.setattr(modes, "LONG_EPOCH", COUNT // 2)
+    monkeypatch.setattr(modes, "DRAWN_SAMPLES", 60)
+    plan = planned(recipe, data, 1)
+    assert plan.sources == exact.sources and plan.total == exact.total
+    assert not any("are estimates" in note for note in exact.notes)
+    said = re.compile(r"are estimates, from windows with ([6-9]\d|1[01]\d) samples")
+    assert any(map(said.search, plan.notes))
+    truths = {mode.name: mode for mode in exact.modes}
+    for mode in plan.modes:
+        truth = truths[mode.name]
+        assert mode.is_estimated
+        assert (mode.samples, mode.tokens) == (truth.samples, truth.tokens), mode.name
+        assert mode.vision_patches == truth.vision_patches
+        for key in ("rows", "slots", "steps", "compute"):
+            assert getattr(mode, key) == pytest.approx(getattr(truth, key), rel=0.2), key
+        if not mode.counts_rows:
+            assert mode.steps == truth.steps
+    assert plan.run_steps == pytest.approx(exact.run_steps, rel=0.2)
+    assert plan.mode.rows != exact.mode.rows or name == "in_batch", "nothing was left out"
 
 
 @pytest.mark.parametrize("least", [1, COUNT + 1])

@@ -42,6 +42,7 @@ from vlmpack.forecast.figures import (
 from vlmpack.forecast.memory import given_room, least_that_fits, memory_figures
 from vlmpack.forecast.modes import (
     SHARED,
+    EpochTotals,
     ModePlanner,
     PlannedMode,
     mode_figures,
@@ -117,8 +118,6 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
     own = next(mode for mode in planned if mode.is_recipes)
     scope: Scope = "batch" if pairs else "stream"
     rows = own if own.plans_rows else by_name[planner.mode("online", scope).label]
-    modes = tuple(mode_figures(mode, copies, config.row_cost, by_name["none"]) for mode in planned)
-    figures = {mode.name: mode for mode in modes}
     # Rows of fixed shape hold no pairs and share nothing.
     fixed = not pairs and own.planned is None
     sequences = sequence_figures(rows, dry.tokens, dry.patches, fixed=fixed)
@@ -131,8 +130,12 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
         [count if draws is None else draws for count, draws in zip(counts, drawn, strict=True)],
         config.limits,
     )
+    none, all_once = by_name["none"], not config.weighted
+    whole = EpochTotals.of(none, total, all_once=all_once)
+    modes = tuple(mode_figures(each, copies, config.row_cost, none, whole) for each in planned)
+    figures = {mode.name: mode for mode in modes}
     steps = figures[own.name].steps
-    run_steps = _run_steps(inputs, own, progress)
+    run_steps = _run_steps(inputs, own, steps, progress)
     epochs = config.training.num_epochs
     model, memory = _memory(inputs, figures[own.name])
     return RunPlan(
@@ -294,7 +297,7 @@ def _all_modes(planner: ModePlanner, inputs: PlanInputs, *, pairs: bool) -> list
         online = rows[scopes.index(scope)]
         packed = planner.offline_shared(online, scope, is_recipes=offline)
     else:
-        packed = planner.offline(own.layout, scope, is_recipes=offline)
+        packed = planner.offline(own, scope, is_recipes=offline)
     modes = [none, in_batch, *rows, packed]
     return modes if any(own is mode for mode in modes) else [*modes, own]
 
@@ -352,13 +355,14 @@ def _resolved_budget(inputs: PlanInputs, dry: _DryRun) -> RowBudget:
     return mode.budget if mode.facts.plans_rows else mode.budget.resolved(dry.rows(mode.budget))
 
 
-def _run_steps(inputs: PlanInputs, own: PlannedMode, progress: Progress) -> int:
+def _run_steps(inputs: PlanInputs, own: PlannedMode, first: int, progress: Progress) -> int:
+    """Global batches of the run; `first` are in its first epoch."""
     training, plan = inputs.config.training, inputs.split.plan
     if training.max_steps is not None:
         return training.max_steps
-    epochs, first = training.num_epochs, int(own.layout.steps.size)
+    epochs = training.num_epochs
     assert epochs is not None  # one of the two is set, the recipe's rules see to it
-    if epochs == 1 or plan.packer.num_batches(1) is not None:
+    if epochs == 1 or own.is_part or plan.packer.num_batches(1) is not None:
         return epochs * first
     if own.own_name:  # later epochs permute the packs
         return first + (epochs - 1) * ceil(own.layout.bins.size / training.global_batch_size)
@@ -390,6 +394,11 @@ def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
         notes.append(
             f"in_batch is shown with micro-batches of {micro} {units}; "
             f"training.micro_batch_size is {own.micro_batch_size}"
+        )
+    if own.is_part:
+        notes.append(
+            f"rows, steps and fill are estimates, from windows with {own.layout.numbers.size:,} "
+            f"{units} that the seed draws; {units} and tokens are counted"
         )
     if inputs.config.share is not None:
         words = share_words(inputs.config, inputs.split.fitted, units)

@@ -19,7 +19,7 @@ import numpy as np
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.table import Fitted, Int64s
 from vlmpack.data.modes import MODES, PackingMode, RowShape
-from vlmpack.data.plan.batches import seeded_order
+from vlmpack.data.plan.batches import Plan, Position, seeded_order
 from vlmpack.data.plan.packers import (
     Bin,
     HeldRows,
@@ -29,12 +29,12 @@ from vlmpack.data.plan.packers import (
     held_rows,
     planned_samples,
 )
-from vlmpack.data.plan.packs import PackArrays
+from vlmpack.data.plan.packs import PackArrays, PackPlan
 from vlmpack.data.plan.rank_bins import RowCost
 from vlmpack.data.plan.windows import WindowPlan
 from vlmpack.data.splits.indexed import make_plan
 from vlmpack.data.splits.split import Split, first_epoch
-from vlmpack.forecast.figures import ModeFigures, Progress, counted
+from vlmpack.forecast.figures import ModeFigures, Progress, SourceFigures, counted
 from vlmpack.packing.budget import RowBudget
 from vlmpack.recipe.schema import ModeName
 
@@ -183,6 +183,11 @@ def _up(values: Int64s, multiple: int) -> Int64s:
 
 Windows = Iterator[Sequence[tuple[Bin, ...]]]
 
+LONG_EPOCH = 10_000_000
+"""Samples of an epoch above which figures of rows are those of some of its windows."""
+DRAWN_SAMPLES = 1_000_000
+"""About so many samples are in these windows."""
+
 MAX_PACKED = 131_072
 """Samples from which a mode that the recipe does not have is packed; beyond, it is carried over."""
 
@@ -200,7 +205,8 @@ class PlannedMode:
         mode: with the budget that it was cut by.
         micro_batch_size: samples in a micro-batch; 1 where rows are planned.
         is_recipes: whether the run does this.
-        is_part: whether the layout is only the beginning of the epoch.
+        is_part: whether the layout is only a part of the epoch.
+        num_steps: global batches of the epoch, where they are known without its layout.
         own_name: shown in place of the mode's name, if it stands for packs that are not made yet.
         planned: what is planned of samples, if rows share prefixes.
     """
@@ -210,6 +216,7 @@ class PlannedMode:
     micro_batch_size: int
     is_recipes: bool = False
     is_part: bool = False
+    num_steps: int | None = None
     own_name: str = ""
     planned: PlannedSamples | None = None
 
@@ -265,17 +272,37 @@ class ModePlanner:
 
     def own(self, split: Split) -> PlannedMode:
         plan, mode = split.plan, self.config.mode
-        # A WindowPlan's windows are not known beforehand: global batch by global batch.
-        walked = ([batch.bins] for batch in first_epoch(split))
-        windows = walked if isinstance(plan, WindowPlan) else plan.first_epoch()
-        total = None if isinstance(plan, WindowPlan) else plan.num_windows
+        windows: Windows
+        if isinstance(plan, WindowPlan):
+            # Its windows are not known beforehand: global batch by global batch.
+            total = None
+            is_part = split.epoch_length().num_samples > LONG_EPOCH
+            walked = (batch.bins for batch in first_epoch(split))
+            windows = ([bins] for bins in (_first_samples(walked) if is_part else walked))
+        else:
+            places = self.shown_windows(plan)
+            total, is_part = len(places), len(places) < plan.num_windows
+            windows = (plan.packed(Position(0, window)) for window in places)
         counts = counted(windows, f"packing: {mode.label}", total, self.progress)
-        layout = layout_of(counts, split.sizes, split.sequence_tokens)
-        planned = planned_of(split)
-        micro = self.config.training.micro_batch_size
         return PlannedMode(
-            mode=mode, layout=layout, micro_batch_size=micro, is_recipes=True, planned=planned
+            mode=mode,
+            layout=layout_of(counts, split.sizes, split.sequence_tokens),
+            micro_batch_size=self.config.training.micro_batch_size,
+            is_recipes=True,
+            is_part=is_part,
+            num_steps=None if isinstance(plan, WindowPlan) else _num_steps(plan),
+            planned=planned_of(split),
         )
+
+    def shown_windows(self, plan: Plan | PackPlan) -> list[int]:
+        """The windows of the first epoch whose rows are shown: all, or those that the seed draws
+        from a long epoch. Packs are made already."""
+        count = plan.num_windows
+        if plan.epoch_size <= LONG_EPOCH or isinstance(plan, PackPlan):
+            return list(range(count))
+        most = ceil(DRAWN_SAMPLES * count / plan.epoch_size)
+        drawn = seeded_order(count, self.config.training.seed, "figures")[:most]
+        return sorted(drawn.tolist())
 
     def mode(self, name: ModeName, scope: Scope = "stream") -> PackingMode:
         """A mode that the recipe need not have, with the recipe's limits."""
@@ -291,17 +318,20 @@ class ModePlanner:
             data = data.model_copy(update={"group_by": "none"})
         config = replace(self.config, mode=mode, training=training, data=data)
         plan, _ = make_plan(config, self.fitted, "global")
-        count = plan.num_windows
+        places = self.shown_windows(plan)
         if mode.facts.plans_rows:
-            count = min(count, -(-MAX_PACKED // plan.window))
-        windows = plan.first_epoch(count)
-        counts = counted(windows, f"packing: {mode.label}", count, self.progress)
+            places = places[: -(-MAX_PACKED // plan.window)]
+        windows = (plan.packed(Position(0, window)) for window in places)
+        counts = counted(windows, f"packing: {mode.label}", len(places), self.progress)
         table = self.fitted.table
         layout = layout_of(counts, table.sizes, table.sequence_tokens)
-        part = count < plan.num_windows
-        planned = None if table.prefixes is None else partial(planned_samples, table)
         return PlannedMode(
-            mode=mode, layout=layout, micro_batch_size=micro, is_part=part, planned=planned
+            mode=mode,
+            layout=layout,
+            micro_batch_size=micro,
+            is_part=len(places) < plan.num_windows,
+            num_steps=_num_steps(plan),
+            planned=None if table.prefixes is None else partial(planned_samples, table),
         )
 
     def offline_shared(self, online: PlannedMode, scope: Scope, *, is_recipes: bool) -> PlannedMode:
@@ -309,13 +339,15 @@ class ModePlanner:
         mode = self.mode("offline", scope)
         return replace(online, mode=mode, is_recipes=is_recipes, own_name=SHARED)
 
-    def offline(self, samples: Layout, scope: Scope, *, is_recipes: bool) -> PlannedMode:
+    def offline(self, own: PlannedMode, scope: Scope, *, is_recipes: bool) -> PlannedMode:
         """Mode `offline` with the planner `bfd`: as `vlmpack.data.packs.write` has it.
 
         Args:
-            scope: `batch` keeps packs inside the global batches of that layout.
+            own: has the samples.
+            scope: `batch` keeps packs inside the global batches of its layout.
             is_recipes: whether the run does this; then all of them are packed.
         """
+        samples, is_part = own.layout, own.is_part
         most = samples.numbers.size if is_recipes else MAX_PACKED
         size, planned = (
             self.config.training.global_batch_size,
@@ -339,9 +371,56 @@ class ModePlanner:
             layout=samples.packed_as(packs, np.concatenate(steps)),
             micro_batch_size=1,
             is_recipes=is_recipes,
-            is_part=samples.numbers.size > most,
+            is_part=is_part or samples.numbers.size > most,
             own_name=OFFLINE[scope],
         )
+
+
+def _first_samples(batches: Iterable[tuple[Bin, ...]]) -> Iterator[tuple[Bin, ...]]:
+    """The first global batches, until they have DRAWN_SAMPLES."""
+    taken = 0
+    for bins in batches:
+        yield bins
+        taken += sum(map(len, bins))
+        if taken >= DRAWN_SAMPLES:
+            return
+
+
+def _num_steps(plan: Plan | PackPlan) -> int | None:
+    """Global batches of an epoch, where nothing is packed to count them."""
+    return None if plan.packer.num_batches(1) is None else plan.num_steps(0)
+
+
+@dataclass(frozen=True, slots=True)
+class EpochTotals:
+    """What every mode trains in an epoch. Holes are not counted.
+
+    Args:
+        steps: global batches where they do not depend on the rows.
+    """
+
+    samples: int
+    tokens: int
+    patches: int
+    steps: int
+
+    @classmethod
+    def of(cls, none: PlannedMode, total: SourceFigures, *, all_once: bool) -> EpochTotals:
+        """From mode `none`, and from the index where its layout is a part of the epoch.
+
+        Args:
+            all_once: whether the epoch has every sample once. Else the totals of a part are
+                extrapolated.
+        """
+        layout, scale = none.layout, 1.0
+        if none.is_part and all_once:
+            sums = (total.num_usable, total.num_tokens, total.num_patches)
+        else:
+            sums = (int(layout.trained.sum()), int(layout.tokens.sum()), int(layout.patches.sum()))
+            scale = total.num_drawn / max(1, layout.numbers.size) if none.is_part else 1.0
+        steps = int(layout.steps.size) if none.num_steps is None else none.num_steps
+        samples, tokens, patches = (round(each * scale) for each in sums)
+        return cls(samples, tokens, patches, steps)
 
 
 def planned_of(split: Split) -> PlannedSamples | None:
@@ -353,19 +432,20 @@ def planned_of(split: Split) -> PlannedSamples | None:
 
 
 def mode_figures(
-    mode: PlannedMode, copies: int, costs: RowCost, unpacked: PlannedMode
+    mode: PlannedMode, copies: int, costs: RowCost, unpacked: PlannedMode, whole: EpochTotals
 ) -> ModeFigures:
     """The figures of a mode.
 
     Args:
-        unpacked: mode `none` over all samples of the epoch.
+        unpacked: mode `none`.
     """
-    layout, rows, whole = mode.layout, mode.rows, unpacked.layout
+    layout, rows = mode.layout, mode.rows
     empty = empty_bins(layout, copies)
-    tokens, samples = int(whole.tokens.sum()), int(whole.trained.sum())
+    tokens, samples = whole.tokens, whole.samples
     scale = tokens / max(1, int(layout.tokens.sum())) if mode.is_part else 1.0
+    of_unpacked = tokens / max(1, int(unpacked.layout.tokens.sum())) if unpacked.is_part else 1.0
     # Only where rows are counted does the number of steps depend on the packing.
-    steps = ceil(layout.steps.size * scale) if mode.counts_rows else int(whole.steps.size)
+    steps = ceil(layout.steps.size * scale) if mode.counts_rows else whole.steps
     slots = int(rows.slots.sum()) + empty * rows.empty_slots
     return ModeFigures(
         name=mode.name,
@@ -381,8 +461,10 @@ def mode_figures(
         slots=round(slots * scale),
         empty_rows=round(empty * scale),
         row_tokens=mode.mode.budget.max_tokens if mode.plans_rows else 0,
-        vision_patches=int(whole.patches.sum()),
-        compute=_epoch_cost(mode, costs) * scale / max(1e-9, _epoch_cost(unpacked, costs)),
+        vision_patches=whole.patches,
+        compute=_epoch_cost(mode, costs)
+        * scale
+        / max(1e-9, _epoch_cost(unpacked, costs) * of_unpacked),
         max_row_slots=int(rows.slots.max(initial=0)),
         max_row_patches=int(mode.image_sums(layout.patches).max(initial=0)),
         mean_batch_samples=samples / max(1, steps),
