@@ -297,6 +297,26 @@ def test_old_ones_are_removed_and_those_in_use_are_kept(tmp_path: Path, opened: 
     assert len(files(tmp_path / "i")) == MOST_KEPT
 
 
+def test_one_that_vanishes_while_old_ones_are_removed_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two processes may write their tables, and remove the same old ones, at once."""
+    (tmp_path / "i").mkdir()
+    (tmp_path / "i" / "gone.table").symlink_to(tmp_path / "gone")
+    open_data(write_shards(tmp_path, 4, per_shard=2), tmp_path / "i")
+    assert len(files(tmp_path / "i")) == 2 and "cannot be written" not in caplog.text
+
+
+def test_a_pipe_in_its_place_is_replaced(tmp_path: Path) -> None:
+    pattern = write_shards(tmp_path, 4, per_shard=2)
+    truth = columns(open_data(pattern, tmp_path / "i"))
+    [file] = files(tmp_path / "i")
+    file.unlink()
+    os.mkfifo(file)
+    assert columns(open_data(pattern, tmp_path / "i")) == truth
+    assert file.is_file()
+
+
 def test_many_sources_share_one_table(tmp_path: Path, opened: list[str]) -> None:
     """A file for each would be more than are kept, and each launch would make all of them again."""
     sources = tuple(
@@ -331,6 +351,8 @@ def test_numbers_and_texts_of_every_kind_come_back(tmp_path: Path) -> None:
     for name, values in rows.items():
         assert file.column(name, 0)[:].tolist() == values.tolist(), name
         assert [file.column(name, 0)[n] for n in range(5)] == values.tolist(), name
+        mask = values > 1
+        assert mask.any() and file.column(name, 0)[mask].tolist() == values[mask].tolist(), name
     assert file.column("none", -7)[1:3].tolist() == [-7, -7]
     keys = table_file.Texts(file, "key")
     assert keys[:] == texts and keys[2:4] == texts[2:4] and keys[4:9] == texts[4:]

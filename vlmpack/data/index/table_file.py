@@ -63,7 +63,7 @@ class Numbers(Protocol):
         """(N,)"""
 
     def __getitem__(self, where: Any, /) -> Any:
-        """Those of some places, as int64: a place, a slice without a step, or an array."""
+        """Those of some places, as int64: a place, a slice without a step, places, or a mask."""
 
 
 class ColumnsWriter:
@@ -243,7 +243,7 @@ class ColumnsFile:
 def open_columns(path: Path) -> ColumnsFile | None:
     """The file; None where it is missing or its directory is damaged, so that it is made again."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for ever
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -297,7 +297,8 @@ class Column:
             values = self._run(start, stop)
             return self._with_changes(np.arange(start, stop), values)
         if isinstance(where, np.ndarray):
-            return self._with_changes(where, self._gathered(where))
+            places = np.flatnonzero(where) if where.dtype == np.bool_ else where
+            return self._with_changes(places, self._gathered(places))
         return int(self[where : where + 1][0])
 
     def with_changes(self, places: Int64s, values: Int64s) -> Column:
@@ -526,11 +527,12 @@ def _write(pairs: Callable[[], Iterable[Pair]], part: Part) -> None:
             for pair in pairs():
                 writer.add(*pair)
             writer.finish()
+    except OSError as error:
+        raise unwritable(part.path, error) from error
+    with suppress(OSError):  # another process may remove the same ones
         found = sorted(path.parent.glob(f"*{SUFFIX}"), key=lambda file: file.stat().st_mtime_ns)
         for file in found[:-MOST_KEPT]:
             file.unlink(missing_ok=True)
-    except OSError as error:
-        raise unwritable(part.path, error) from error
 
 
 def in_memory(pairs: Iterable[Pair]) -> ColumnsFile:
