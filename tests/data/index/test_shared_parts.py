@@ -141,7 +141,7 @@ def test_a_link_in_the_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:
     other, lock = tmp_path / "other.txt", tmp_path / "index.lock"
     other.write_text("somebody's", encoding="utf-8")
     lock.symlink_to(other)
-    with pytest.raises(VlmpackError, match=r"index\.lock cannot be written"), _lock(lock):
+    with pytest.raises(VlmpackError, match=r"written to .*index\.lock: "), _lock(lock):
         pass
     assert other.read_text(encoding="utf-8") == "somebody's"
     lock.unlink()

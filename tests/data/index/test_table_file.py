@@ -286,6 +286,34 @@ def test_a_table_that_cannot_be_written_is_kept_in_memory(
         open_data(pattern, tmp_path / "i")
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_folder_that_became_read_only_is_no_end(
+    tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture, damaged: bool
+) -> None:
+    """Its parts are whole; its table is missing, or damaged and stays."""
+    pattern = write_shards(tmp_path, 4, per_shard=2)
+    truth = columns(open_data(pattern, tmp_path / "i"))
+    [file] = files(tmp_path / "i")
+    file.write_bytes(b"other") if damaged else file.unlink()
+
+    def refuse(name: Any) -> Any:
+        kept = getattr(os, name)
+
+        def refused(path: Any, flags: int = os.O_CREAT, *rest: Any, **more: Any) -> Any:
+            if flags & os.O_CREAT and str(path).startswith(str(tmp_path / "i")):
+                raise OSError(30, "Read-only file system", str(path))
+            return kept(path, *((flags,) if name == "open" else ()), *rest, **more)
+
+        monkeypatch.setattr(os, name, refused)
+
+    refuse("open")
+    refuse("unlink")
+    data = open_data(pattern, tmp_path / "i", num_probed=0)
+    assert columns(data) == truth
+    assert file.exists() == damaged
+    assert "set data.index_dir" in caplog.text and "each process keeps it in memory" in caplog.text
+
+
 def test_old_ones_are_removed_and_those_in_use_are_kept(tmp_path: Path, opened: list[str]) -> None:
     used = write_shards(tmp_path / "used", 4, per_shard=2)
     open_data(used, tmp_path / "i")

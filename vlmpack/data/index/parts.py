@@ -41,7 +41,6 @@ from vlmpack.errors import (
     integrity_error,
     refuse_full_table,
     transport_error,
-    writing,
 )
 from vlmpack.file_format import FORMAT, INDEX
 from vlmpack.storage.access import default_cache_dir
@@ -361,8 +360,11 @@ def _attempt(build: BuildPart, numbered: tuple[int, Part]) -> tuple[int, Vlmpack
 @contextmanager
 def _lock(path: Path) -> Iterator[str | None]:
     """Yields None to the holder, else the holder's name. The lock dies with its process."""
-    with writing(path):
+    try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        refuse_full_table(error)
+        raise unwritable(str(path), error) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

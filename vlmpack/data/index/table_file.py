@@ -474,12 +474,14 @@ def open_table(
     pairs = partial(_pairs, index, lengths, builder)
     try:
         build_parts([Part(stamps[0], str(path))], partial(_write, pairs), settings, what="table")
-        file = _open_current(path, builder)
+        if (file := _open_current(path, builder)) is not None:
+            return file
+        raise unwritable(str(path), OSError("it does not read back"))
     except DataError as error:
         if error.error_class != "transport":
             raise
         logger.warning("%-14s %s; each process keeps it in memory", "index", error.reason)
-    return file or in_memory(pairs())
+    return in_memory(pairs())
 
 
 def table_parts(
