@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from support.shard_fakes import FakeEncoder, key_of, sample_fields, write_shard,
 from typer.testing import CliRunner, Result
 
 from vlmpack.cli.app import app
-from vlmpack.data.index.shard_index import IndexBuilder
+from vlmpack.data.index.parts import Part, unwritable
+from vlmpack.data.index.shard_index import IndexBuilder, load_index
 from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.data.tools.index_shards import IndexOne, index_shards, parts_builder
 from vlmpack.errors import DataError
@@ -75,6 +78,115 @@ def test_an_index_made_again_counts_as_read_where_lengths_fail(
     report = IndexOne(builder, tmp_path / "i")(FoundShard(str(tmp_path / "s-0000.tar")))
     assert report.fault is not None and report.samples == 3
     assert report.was_read
+
+
+MANY = 17
+
+
+def many_indexed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[str]]:
+    """A folder of MANY indexed shards, one sample of which is bad; and the parts opened since."""
+    write_shards(tmp_path, 2 * MANY, per_shard=2)
+    bad = [(key_of(1), {"json": b"{}"}), ("good", sample_fields(1))]
+    write_shard(tmp_path / "s-0003.tar", bad)
+    assert index(tmp_path).exit_code == 0
+    opened: list[str] = []
+
+    def note(part: Part, builder: Any) -> Any:
+        opened.append(Path(part.stamp.path).stem)
+        return load_index(part, builder)
+
+    monkeypatch.setattr("vlmpack.data.tools.index_shards.load_index", note)
+    return tmp_path / "i", opened
+
+
+def said(result: Result) -> list[str]:
+    """What the command says, except for how long it took and what was read now."""
+    lines = re.sub(r"\d[\d,]* read now", "", result.output).splitlines()
+    return [line for line in lines if not line.startswith(("seconds", "bytes"))]
+
+
+def the_part(folder: Path, stem: str) -> Path:
+    return next(folder.glob(f"{stem}.*.index.part"))
+
+
+def test_of_many_shards_no_part_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output is that of the parts, and that of few shards, of which no report is kept."""
+    folder, opened = many_indexed(tmp_path, monkeypatch)
+    kept = index(tmp_path)
+    assert opened == [] and f"{MANY} (0 read now, 0 faulty)" in kept.output
+    for path in folder.glob("*.reports.part"):
+        path.unlink()
+    from_parts = index(tmp_path)
+    assert len(opened) == MANY and said(kept) == said(from_parts)
+    assert any("bad (schema): sample" in line for line in said(kept))
+    opened.clear()
+    monkeypatch.setattr("vlmpack.data.tools.index_shards.LEAST_KEPT", MANY + 1)
+    assert said(index(tmp_path)) == said(kept) and len(opened) == MANY
+
+
+@pytest.mark.parametrize(
+    ("change", "num_read"),
+    [
+        ("shard_size", 1),
+        ("shard_time", 1),
+        ("new_shard", 1),
+        ("part_gone", 1),
+        ("part_size", 1),
+        ("part_time", 0),
+        ("reports_torn", 0),
+        ("other_rule", 0),
+    ],
+)
+def test_of_many_shards_what_changed_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, num_read: int
+) -> None:
+    folder, opened = many_indexed(tmp_path, monkeypatch)
+    shard, part = tmp_path / "s-0001.tar", the_part(folder, "s-0001")
+    [reports] = folder.glob("*.reports.part")
+    expected, count = ["s-0001"], MANY
+    if change == "shard_size":
+        write_shard(shard, [("new", sample_fields(1))])
+    elif change == "shard_time":
+        os.utime(shard, ns=(0, shard.stat().st_mtime_ns + 1))
+    elif change == "new_shard":
+        write_shard(tmp_path / "s-9999.tar", [("new", sample_fields(1))])
+        expected, count = ["s-9999"], MANY + 1
+    elif change == "part_gone":
+        part.unlink()
+    elif change == "part_size":
+        with part.open("r+b") as stream:
+            status = part.stat()
+            stream.truncate(status.st_size - 1)
+        os.utime(part, ns=(status.st_atime_ns, status.st_mtime_ns))
+    elif change == "part_time":
+        os.utime(part, ns=(0, part.stat().st_mtime_ns + 1))
+    elif change == "reports_torn":
+        reports.write_bytes(reports.read_bytes()[:-20])
+        expected = [f"s-{n:04d}" for n in range(MANY)]
+    else:
+        monkeypatch.setattr("vlmpack.data.tools.index_shards.REPORTS_RULE", "reports-0")
+        expected = [f"s-{n:04d}" for n in range(MANY)]
+    result = index(tmp_path)
+    assert sorted(opened) == expected
+    assert f"{count} ({num_read} read now, 0 faulty)" in result.output
+    opened.clear()
+    assert f"{count} (0 read now, 0 faulty)" in index(tmp_path).output and opened == []
+
+
+def test_reports_that_cannot_be_kept_are_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(path: str, *_: object) -> None:
+        raise unwritable(path, OSError(28, "No space left on device"))
+
+    write_shards(tmp_path, 2 * MANY, per_shard=2)
+    monkeypatch.setattr("vlmpack.data.tools.index_shards.write_part", fail)
+    assert index(tmp_path).exit_code == 0
+    assert "the next `vlmpack index` opens each index file again" in caplog.text
+    assert "No space left" in caplog.text
+    assert not list((tmp_path / "i").glob("*.reports.part"))
 
 
 @pytest.mark.parametrize("num_good", [0, 1])
