@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from itertools import chain
@@ -322,7 +323,48 @@ def test_old_ones_are_removed_and_those_in_use_are_kept(tmp_path: Path, opened: 
         opened.clear()
         open_data(used, tmp_path / "i")
         assert opened == []
-    assert len(files(tmp_path / "i")) == MOST_KEPT
+    assert len(files(tmp_path / "i")) == MOST_KEPT + 3, "all were used within a day"
+    unfinished = tmp_path / "i" / ".0.table.host-1-1.tmp"
+    unfinished.touch()
+    for file in (unfinished, *files(tmp_path / "i")):
+        os.utime(file, ns=(0, file.stat().st_mtime_ns - 25 * 3600 * 10**9))
+    open_data(write_shards(tmp_path / "last", 3, per_shard=1), tmp_path / "i")
+    assert len(files(tmp_path / "i")) == MOST_KEPT and not unfinished.exists()
+    opened.clear()
+    open_data(used, tmp_path / "i")
+    assert opened == []
+
+
+@pytest.mark.usefixtures("small")
+def test_a_table_that_cannot_be_read_stays_and_so_does_one_of_its_name(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    data = open_data(write_shards(tmp_path, SHARDS, per_shard=2), tmp_path / "i")
+    [file], held = files(tmp_path / "i"), data.fitted.table
+
+    def stale(*_: Any) -> bytes:
+        raise OSError(116, "Stale file handle")
+
+    reader = held.offsets.file
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "_read", stale)
+        with pytest.raises(DataError, match=r"cannot be read: Stale file handle\. .* start again"):
+            held.ref(3)
+    assert held.ref(3).number == 3
+    with pytest.raises(TypeError, match="stays in its process"):
+        pickle.dumps(held)
+    monkeypatch.setattr(table_file, "TOUCH_SECONDS", -1)
+    os.utime(file, (0, 0))
+    assert held.ref(3).number == 3 and file.stat().st_mtime > 0, "others see that it is in use"
+    other = file.with_name("other")
+    other.write_bytes(file.read_bytes())
+    os.truncate(file, 200)
+    other.replace(file)
+    with pytest.raises(DataError, match="is damaged"):
+        [held.ref(n) for n in range(held.num_samples)]
+    assert file.stat().st_size > 200, "another process has made it again"
+    with pytest.raises(AssertionError):
+        held.offsets[np.asarray([-1])]
 
 
 def test_one_that_vanishes_while_old_ones_are_removed_is_no_error(

@@ -19,6 +19,7 @@ import io
 import json
 import logging
 import os
+import time
 import weakref
 import zlib
 from collections import defaultdict
@@ -127,13 +128,17 @@ class ColumnsFile:
 
     Args:
         path: where it lies; None for one in memory.
+        inode: of the file that is read, since another may take its name.
 
     Raises:
-        ValueError: it is not as it was written.
+        ValueError, LookupError: it is not as it was written, or not of this form.
     """
 
-    def __init__(self, read: Read, size: int, name: str, path: Path | None = None) -> None:
-        self._read, self.path = read, path
+    def __init__(
+        self, read: Read, size: int, name: str, path: Path | None = None, inode: int = 0
+    ) -> None:
+        self._read, self._size, self.path, self._inode = read, size, path, inode
+        self._touched = time.monotonic()
         end = read(size - _SEAL_BYTES, _SEAL_BYTES) if size >= _SEAL_BYTES else b""
         length = int.from_bytes(end[:8], "little")
         start = size - _SEAL_BYTES - length
@@ -145,6 +150,24 @@ class ColumnsFile:
         self.chunk: int = self.facts["chunk"]
         self._chunks: list[dict[str, Any]] = self.facts.pop("chunks")
         self._checked: set[int] = set()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a table stays in its process, since it reads by an open file")
+
+    def remove(self) -> None:
+        """Remove the file, unless another one has its name."""
+        if self.path is not None:
+            _remove(self.path, self._inode)
+
+    def keep_in_memory(self) -> None:
+        """Reads all of it, once, and compares every blob with its checksum.
+
+        Raises:
+            DataError: class `integrity`, or `transport` where it cannot be read.
+        """
+        data = memoryview(self._take(0, self._size))
+        self._read = lambda offset, length: bytes(data[offset:][:length])
+        self.check()
 
     def has(self, name: str, unless: int | None = None) -> bool:
         """Whether a chunk has a column, and other values there than `unless`."""
@@ -220,19 +243,25 @@ class ColumnsFile:
         return self._take(offset + first, stop - first)
 
     def _take(self, offset: int, size: int) -> bytes:
+        now = time.monotonic()
+        if self.path is not None and now - self._touched > TOUCH_SECONDS:
+            self._touched = now
+            with suppress(OSError):
+                os.utime(self.path)
         try:
             data = self._read(offset, size)
         except OSError as error:
             refuse_full_table(error)
-            raise self._damaged(offset, size, f" ({error.strerror or error})") from error
+            raise transport_error(
+                f"the table {self.path} cannot be read: {error.strerror or error}. It is a copy of "
+                "the index, so it may be removed; start again"
+            ) from error
         if len(data) != size:
             raise self._damaged(offset, size, " (it is shorter now)")
         return data
 
     def _damaged(self, offset: int, size: int, why: str = "") -> DataError:
-        if self.path is not None:
-            with suppress(OSError):
-                self.path.unlink()
+        self.remove()
         return integrity_error(
             f"the table {self.path} is damaged: bytes {offset} to {offset + size} are not those "
             f"that were written{why}. It is a copy of the index and was removed. Start again; the "
@@ -250,12 +279,17 @@ def open_columns(path: Path) -> ColumnsFile | None:
         refuse_full_table(error)
         logger.warning("the table %s cannot be used (%s); it is made again", path, error)
         return None
+    status = os.fstat(descriptor)
+
+    def read(offset: int, length: int) -> bytes:
+        return os.pread(descriptor, length, offset)
+
     try:
-        size = os.fstat(descriptor).st_size
-        file = ColumnsFile(partial(_pread, descriptor), size, path.name, path)
-    except (OSError, ValueError) as error:
+        file = ColumnsFile(read, status.st_size, path.name, path, status.st_ino)
+    except (OSError, ValueError, LookupError) as error:
         os.close(descriptor)
         logger.warning("the table %s is damaged (%s); it is made again", path, error)
+        _remove(path, status.st_ino)
         return None
     weakref.finalize(file, os.close, descriptor)
     refusal = INDEX.refusal(file.facts.get(FORMAT), f"the table {path}")
@@ -264,8 +298,10 @@ def open_columns(path: Path) -> ColumnsFile | None:
     return file if refusal is None else None
 
 
-def _pread(descriptor: int, offset: int, length: int) -> bytes:
-    return os.pread(descriptor, length, offset)
+def _remove(path: Path, inode: int) -> None:
+    with suppress(OSError):
+        if path.stat().st_ino == inode:
+            path.unlink()
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +348,7 @@ class Column:
         return np.concatenate([np.empty(0, np.int64), *rows]) if len(rows) != 1 else rows[0]
 
     def _gathered(self, numbers: Int64s) -> Int64s:
+        assert not numbers.size or 0 <= numbers.min() <= numbers.max() < self.file.num_rows
         values = np.empty(numbers.shape, np.int64)
         chunks, rows = np.divmod(numbers, self.file.chunk)
         order = np.argsort(chunks, kind="stable")
@@ -359,7 +396,10 @@ LARGE = 4_000_000
 MOST_IN_MEMORY = 10_000_000
 """Samples of a table for which there is no room on the disk."""
 MOST_KEPT = 8
-"""Tables in a folder. The least recently used are removed, since they are copies."""
+KEPT_SECONDS = 24 * 3600
+"""A folder keeps the last MOST_KEPT tables that were used, and those that were within a day."""
+TOUCH_SECONDS = 3600
+"""A process that reads a table says so at this interval, by the time of the file."""
 SUFFIX = ".table"
 DIGESTS, STAMPS, PREFIXES = "image_digests", "image_stamps", ("prefix_length", "prefix_digest")
 DEFAULTS = {"branch": -1, "row": 0, OPENING: NEVER}
@@ -497,22 +537,23 @@ def table_parts(
 
 def _open_current(path: Path, builder: ShardBuilder) -> ColumnsFile | None:
     """The file, where it is whole and its objects are written as they are now. A file of fewer than
-    LARGE samples is checked at once."""
+    LARGE samples is kept in memory."""
     file = open_columns(path)
+    if file is None:
+        return None
     try:
-        if file is not None and file.num_rows < LARGE:
-            file.check()
-    except DataError:
-        logger.warning("the table %s is damaged; it is made again", path)
-        file = None
-    objects = "" if file is None else file.facts["objects"]
-    if file is not None and objects in ("", objects and builder.lengths.encoder.objects_said):
-        with suppress(OSError):
-            os.utime(path)  # used: others are older
-        return file
+        if file.num_rows < LARGE:
+            file.keep_in_memory()
+    except DataError as error:
+        logger.warning("%s", error.reason)
+        return None
+    objects = file.facts["objects"]
+    if objects and objects != builder.lengths.encoder.objects_said:
+        file.remove()
+        return None
     with suppress(OSError):
-        path.unlink(missing_ok=True)
-    return None
+        os.utime(path)  # used: others are older
+    return file
 
 
 def _pairs(index: Sequence[Part], lengths: Sequence[Part], builder: ShardBuilder) -> Iterator[Pair]:
@@ -533,8 +574,10 @@ def _write(pairs: Callable[[], Iterable[Pair]], part: Part) -> None:
         raise unwritable(part.path, error) from error
     with suppress(OSError):  # another process may remove the same ones
         found = sorted(path.parent.glob(f"*{SUFFIX}"), key=lambda file: file.stat().st_mtime_ns)
-        for file in found[:-MOST_KEPT]:
-            file.unlink(missing_ok=True)
+        unfinished = path.parent.glob(f".*{SUFFIX}.*.tmp")
+        for file in (*found[:-MOST_KEPT], *unfinished):
+            if time.time() - file.stat().st_mtime > KEPT_SECONDS:
+                file.unlink(missing_ok=True)
 
 
 def in_memory(pairs: Iterable[Pair]) -> ColumnsFile:
