@@ -317,10 +317,12 @@ def index(
         say(f"no usable sample: all {counted(samples, 'sample')} of these shards are bad", err=True)
     if faults or (bad and bad == samples):
         raise typer.Exit(1)
-    _write_tables(reading, builder, folder)
+    _write_tables(reading, reports, builder, folder)
 
 
-def _write_tables(reading: Reading, builder: IndexBuilder, folder: Path) -> None:
+def _write_tables(
+    reading: Reading, reports: Sequence[ShardReport], builder: IndexBuilder, folder: Path
+) -> None:
     """Leave the file of each split that its launch opens in place of all parts."""
     from vlmpack.data.index.lengths import ShardBuilder
     from vlmpack.data.index.parts import BuildSettings
@@ -328,11 +330,10 @@ def _write_tables(reading: Reading, builder: IndexBuilder, folder: Path) -> None
 
     if not isinstance(builder, ShardBuilder):
         return
-    shards = {shard.path: shard for shard in reading.shards}
+    stamps = {report.path: report.stamp for report in reports if report.stamp is not None}
     for name, paths in reading.splits.items():
         if paths and name in TRAINED:
-            stamps = [shards[path].seen(reading.fetcher) for path in paths]
-            open_table(stamps, builder, BuildSettings(directory=folder))
+            open_table([stamps[path] for path in paths], builder, BuildSettings(directory=folder))
 
 
 def _print_first_bad(reports: Sequence[ShardReport]) -> None:

@@ -156,7 +156,7 @@ class IndexBuilder:
         files = RecordFiles(self.fetcher, self.caps)
         yield from self.each(partial(self.piece, stamp), files.pieces(stamp, PIECE_BYTES))
         if self.fetcher.head(stamp.path) != stamp:
-            raise _changed(stamp)
+            raise integrity_error("the shard changed while it was indexed", shard=stamp.path)
 
     def each(self, work: Callable[[Item], Report], items: Sequence[Item]) -> Iterator[Report]:
         """What `processes` make of items, in order."""
@@ -203,8 +203,6 @@ class IndexBuilder:
         rows: list[IndexRow] = []
         for raw in self.samples(stamp, lines):
             rows += index_rows(raw, self.caps, note, each_answer=self.each_answer)
-        if self.fetcher.head(stamp.path) != stamp:
-            raise _changed(stamp)
         flag_repeated_keys(rows)
         return rows
 
@@ -213,10 +211,6 @@ class IndexBuilder:
         unknown = count_keys(keys for _, keys, _ in pieces)
         facts = {_CONTENT: content_digest(table), _UNKNOWN_KEYS: json.dumps(unknown)}
         write_part(part.path, table, {name: text.encode() for name, text in facts.items()})
-
-
-def _changed(stamp: ShardStamp) -> DataError:
-    return integrity_error("the shard changed while it was indexed", shard=stamp.path)
 
 
 def index_rows(

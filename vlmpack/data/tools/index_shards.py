@@ -52,6 +52,7 @@ class ShardReport:
         first_bad: error class -> key and reason of the first of them.
         unknown_keys: keys of the records that are not read -> records.
         parts: path of each part -> its version.
+        stamp: its version; None where it cannot be reached. It is not kept.
     """
 
     path: str
@@ -63,6 +64,7 @@ class ShardReport:
     unknown_keys: Mapping[str, int] = field(default_factory=dict)
     fault: VlmpackError | None = None
     parts: dict[str, list[int] | None] = field(default_factory=dict)
+    stamp: ShardStamp | None = None
 
 
 def parts_builder(
@@ -112,7 +114,7 @@ class IndexOne:
 
     def _fill(self, report: ShardReport, shard: FoundShard) -> None:
         stamp = shard.seen(self.builder.fetcher)
-        report.num_bytes = stamp.size
+        report.num_bytes, report.stamp = stamp.size, stamp
         parts = self.parts(stamp)
         before = [_version(part) for part in parts]
         report.was_read = before[0] is None
@@ -152,7 +154,7 @@ def _kept(path: str, directory: Path) -> dict[str, ShardReport]:
 
 def _keep(path: str, reports: Iterable[ShardReport]) -> None:
     """Failing is no error, since the parts say the same."""
-    rows = json.dumps([asdict(replace(report, was_read=False)) for report in reports])
+    rows = json.dumps([asdict(replace(report, was_read=False, stamp=None)) for report in reports])
     try:
         write_part(path, pa.table({"reports": [rows]}), {})
     except DataError as error:
@@ -196,7 +198,7 @@ def index_shards(
         if isinstance(stamp, DataError):  # it is asked again, for its report
             left.append(shard)
         elif report and report.parts.keys() == {part.path for part in one.parts(stamp)}:
-            yield report
+            yield replace(report, stamp=stamp)
         else:
             left.append(replace(shard, stamp=stamp))
     for report in _index(one, left, processes, preload):
