@@ -20,7 +20,7 @@ export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 # With it pytest rewrites every test file in each process, and each run of a test compiles the package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-rest test-megatron soak-megatron test-all kernels references megatron torch-next test-map soak lint format families families-sweep walk bench operators gpu-table docs reference-pages assets clean help
+.PHONY: install demo test test-rest test-megatron soak-megatron test-all kernels references megatron torch-next test-map soak lint format families families-sweep walk bench growth operators gpu-table docs reference-pages assets clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -160,6 +160,11 @@ reference-pages: $(STAMP)  ## write docs/reference from the recipe's schema and 
 
 walk: $(STAMP)  ## write tools/walks.txt: the files and functions that a bin, a step, a checkpoint and a launch enter
 	$(BIN)/python -m tools.walk
+
+growth: $(STAMP)  ## launches and plans on 1, 10 and 100 million samples that are made up: 15 minutes, 5 GB of disk
+	for millions in 1 10 100; do \
+	  $(BIN)/python benchmarks/growth_ranks.py --samples $${millions}000000 --shards $$((millions * 500)) || exit 1; \
+	done
 
 bench: $(STAMP)  ## packed against padded, attention, collator
 	$(BIN)/python benchmarks/run.py
