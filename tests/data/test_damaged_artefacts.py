@@ -16,11 +16,12 @@ from support.damage import SHARE, TAIL_BYTES, Noticed, damaged_copies, try_damag
 from support.packed_splits import PackEncoder, online, pack
 from support.shard_fakes import write_shards
 
+from vlmpack.data.index.columns_file import ColumnsFile, open_columns
 from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder, open_lengths
 from vlmpack.data.index.parts import SEAL_BYTES, BuildSettings, read_part
 from vlmpack.data.index.shard_index import IndexBuilder, open_index
 from vlmpack.data.index.table import PackPlace, table_of
-from vlmpack.data.index.table_file import ColumnsFile, open_columns, open_table
+from vlmpack.data.index.table_file import open_table
 from vlmpack.data.packs.manifest import ARRAYS, MANIFEST, load_arrays, read_manifest
 from vlmpack.data.packs.open import check_files, load_pack
 from vlmpack.data.packs.spans import PartFacts, SavedSample, facts_path, read_facts, tar_name

@@ -23,12 +23,13 @@ from support.shard_fakes import (
     write_shards,
 )
 
-from vlmpack.data.index import parts, table, table_file
+from vlmpack.data.index import columns_file, parts, table, table_file
+from vlmpack.data.index.columns_file import ColumnsWriter, open_columns
 from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder, open_lengths
 from vlmpack.data.index.parts import BuildSettings, read_part
 from vlmpack.data.index.shard_index import IndexBuilder, open_index
 from vlmpack.data.index.table import chosen
-from vlmpack.data.index.table_file import MOST_KEPT, ColumnsWriter, open_columns
+from vlmpack.data.index.table_file import MOST_KEPT
 from vlmpack.errors import DataError
 from vlmpack.recipe.data import OnErrorSection
 from vlmpack.recipe.sources import Source
@@ -55,8 +56,9 @@ def opened(monkeypatch: Any) -> list[str]:
 @pytest.fixture
 def small(monkeypatch: Any) -> None:
     """Chunks of 7 samples, of which nothing stays in memory."""
-    for module in (table, table_file):
+    for module in (columns_file, table_file):
         monkeypatch.setattr(module, "CHUNK", 7)
+    for module in (table, table_file):
         monkeypatch.setattr(module, "LARGE", 0)
 
 
@@ -353,7 +355,7 @@ def test_a_table_that_cannot_be_read_stays_and_so_does_one_of_its_name(
     assert held.ref(3).number == 3
     with pytest.raises(TypeError, match="stays in its process"):
         pickle.dumps(held)
-    monkeypatch.setattr(table_file, "TOUCH_SECONDS", -1)
+    monkeypatch.setattr(columns_file, "TOUCH_SECONDS", -1)
     os.utime(file, (0, 0))
     assert held.ref(3).number == 3 and file.stat().st_mtime > 0, "others see that it is in use"
     other = file.with_name("other")
@@ -424,7 +426,7 @@ def test_numbers_and_texts_of_every_kind_come_back(tmp_path: Path) -> None:
         mask = values > 1
         assert mask.any() and file.column(name, 0)[mask].tolist() == values[mask].tolist(), name
     assert file.column("none", -7)[1:3].tolist() == [-7, -7]
-    keys = table_file.Texts(file, "key")
+    keys = columns_file.Texts(file, "key")
     assert keys[:] == texts and keys[2:4] == texts[2:4] and keys[4:9] == texts[4:]
     assert path.stat().st_size < 1200, "equal values take no room, and few bits few bytes"
 

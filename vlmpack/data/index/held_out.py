@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vlmpack.data.index.columns_file import runs
 from vlmpack.encode.sample import VLMSample
 
 OPENING = "opening"
@@ -48,7 +49,6 @@ def held_out(openings: Any, fraction: float) -> npt.NDArray[np.bool_]:
     Args:
         openings: (N,) int64, or a column of a table's file.
     """
-    span, total = 1 << 18, openings.shape[0]
-    parts = (openings[first : first + span] for first in range(0, total, span))
-    held = [np.zeros(0, np.bool_), *(part < int(fraction * _RANGE) for part in parts)]
-    return np.concatenate(held)
+    least = int(fraction * _RANGE)
+    held = (openings[run] < least for run in runs(0, openings.shape[0]))
+    return np.concatenate([np.zeros(0, np.bool_), *held])

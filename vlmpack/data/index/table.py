@@ -23,21 +23,11 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from vlmpack.data.index.columns_file import Column, ColumnsFile, Numbers, Texts, runs
 from vlmpack.data.index.groups import SamplePrefixes, group_numbers
 from vlmpack.data.index.held_out import OPENING
 from vlmpack.data.index.lengths import CHOSEN, COUNTS, SampleText, prefixes_of_text
-from vlmpack.data.index.table_file import (
-    CHUNK,
-    DEFAULTS,
-    DIGESTS,
-    LARGE,
-    PREFIXES,
-    STAMPS,
-    Column,
-    ColumnsFile,
-    Numbers,
-    Texts,
-)
+from vlmpack.data.index.table_file import DEFAULTS, DIGESTS, LARGE, PREFIXES, STAMPS
 from vlmpack.data.protocols import ImageSize
 from vlmpack.encode import Encoder, SampleLength
 from vlmpack.errors import DataError
@@ -277,7 +267,7 @@ def table_of(file: ColumnsFile, sources: Sequence[Sequence[ShardStamp]]) -> Samp
         rows=if_there("row"),
         image_stamps=Texts(file, STAMPS) if file.has(STAMPS) else None,
         objects=file.facts["objects"],
-        openings=column(OPENING),
+        openings=file.column(OPENING, DEFAULTS[OPENING]),  # read where a share is held out
         contents=file.facts["contents"],
         lengths_digest=file.facts["lengths"],
     )
@@ -358,15 +348,13 @@ class Fitted:
     def good(self, start: int = 0, stop: int | None = None) -> Iterator[Int64s]:
         """The samples from `start` to `stop` that train and are not known to be bad, by spans."""
         stop = self.table.num_samples if stop is None else stop
-        for first in range(start, stop, CHUNK):
-            span = slice(first, min(first + CHUNK, stop))
-            yield np.flatnonzero(self.eligible[span] & ~self.table.bad[span]) + first
+        for run in runs(start, stop):
+            yield np.flatnonzero(self.eligible[run] & ~self.table.bad[run]) + run.start
 
     def sizes(self) -> Iterator[tuple[Int64s, Int64s]]:
         """(n,) tokens and (n,) vision patches of the samples that the plan may use, by spans."""
-        for first in range(0, self.table.num_samples, CHUNK):
-            used = np.flatnonzero(self.eligible[first : first + CHUNK]) + first
-            yield self.table.sizes(used)
+        for run in runs(0, self.table.num_samples):
+            yield self.table.sizes(np.flatnonzero(self.eligible[run]) + run.start)
 
     @property
     def num_samples(self) -> int:
@@ -479,11 +467,11 @@ def apply_over_long(
     Raises:
         DataError: class `too_long` under `error`, with the count and the longest few.
     """
-    spans = [slice(first, first + CHUNK) for first in range(0, table.num_samples, CHUNK)]
-    fit = (limits.fit(table.num_tokens[span], table.num_patches[span]) for span in spans)
-    over = np.concatenate(
-        [np.empty(0, np.int64), *(np.flatnonzero(~one) + k * CHUNK for k, one in enumerate(fit))]
+    found = (
+        np.flatnonzero(~limits.fit(table.num_tokens[run], table.num_patches[run])) + run.start
+        for run in runs(0, table.num_samples)
     )
+    over = np.concatenate([np.empty(0, np.int64), *found])
     if over.size == 0:  # takes no memory
         return Fitted(table, np.broadcast_to(np.True_, (table.num_samples,)), ())
     eligible = np.ones(table.num_samples, dtype=np.bool_)

@@ -48,7 +48,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.data.index.table_file import LARGE, Int64s, Numbers
+from vlmpack.data.index.columns_file import Int64s, Numbers
+from vlmpack.data.index.table_file import LARGE
 from vlmpack.data.plan.order import OrderFile
 from vlmpack.data.plan.packers import Bin, Packer
 

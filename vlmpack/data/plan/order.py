@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from vlmpack.data.index import parts
-from vlmpack.data.index.table_file import Int64s
+from vlmpack.data.index.columns_file import Int64s
 from vlmpack.errors import CapabilityError, refuse_full_table
 from vlmpack.storage.fetch import ShardStamp
 from vlmpack.whole_file import open_regular, sync_folder, written_whole

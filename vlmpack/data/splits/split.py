@@ -20,8 +20,9 @@ import numpy as np
 import PIL
 
 from vlmpack.data.config import DataConfig
+from vlmpack.data.index.columns_file import Numbers
 from vlmpack.data.index.table import Fitted, Int64s, SampleRef, chosen
-from vlmpack.data.index.table_file import LARGE, Numbers
+from vlmpack.data.index.table_file import LARGE
 from vlmpack.data.loading.read import SampleReader, SkippedSample
 from vlmpack.data.plan.batches import Cursors, Plan, PlannedBatch, Position
 from vlmpack.data.plan.packers import Bin, PlannedSamples, planned_samples
