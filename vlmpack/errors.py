@@ -250,6 +250,10 @@ class TrainabilityError(VlmpackError):
     """What the recipe trains gets no gradient, or what it freezes has moved."""
 
 
+class ReplicaError(VlmpackError):
+    """Ranks that should hold the same weights, moments, data position or seeds do not."""
+
+
 class ExtensionError(VlmpackError):
     """A source, objective, metric or callback of the program's own that fails; names it."""
 

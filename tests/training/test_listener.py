@@ -27,6 +27,7 @@ from vlmpack.training.stop import StopFlag
 from vlmpack.training.trainer import Listeners, Trainer
 
 ORDER = [
+    "replicas",
     "remarks",
     "record",
     "skips",
@@ -109,7 +110,7 @@ def order_of(run_dir: Path, swapped: tuple[int, int] | None = None) -> list[str]
         total_steps=2,
     )
     listeners = listeners_of(stepper, RunDir(run_dir), saver=saver, callbacks=callbacks)
-    for name in ("remarks", "record", "skips", "reporting"):
+    for name in ("replicas", "remarks", "record", "skips", "reporting"):
         setattr(listeners, name, Notes(name, events))
     listeners.validation.batches, listeners.validation.interval = (lambda: [None]), 1
     listeners.validation.reporting = listeners.answers.reporting = listeners.reporting

@@ -46,6 +46,14 @@ class TensorSlice:
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     @property
+    def words(self) -> str:
+        """The tensor's name, and which elements of it where they are not all."""
+        if self.lengths == self.shape:
+            return self.name
+        ranges = (f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True))
+        return f"{self.name}[{', '.join(ranges)}]"
+
+    @property
     def index(self) -> tuple[slice, ...]:
         """The slices that select the box in the whole tensor."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))

@@ -193,6 +193,13 @@ class Engine(Protocol):
     def frozen_digests(self) -> tuple[list[str], Tensor]:
         """Names and (F,) int64 digests of what this rank holds of frozen parameters."""
 
+    def held_parts(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank holds of weights, moments and buffers, by part. Not collective.
+
+        A name says which elements its part has. Ranks that give the same name must hold the same
+        bits.
+        """
+
     def export(self, folder: Path, *, processor_from: Path, dtype: torch.dtype | None) -> None:
         """Write a folder that transformers' `from_pretrained` loads. Collective."""
 

@@ -78,6 +78,23 @@ class Ranks:
             dist.all_reduce(values)
         return values
 
+    def gather_rows(self, values: Tensor) -> list[Tensor]:
+        """What each rank has, on all of them, in rank order.
+
+        Args:
+            values: (n, ...) on the device of the collectives; n may differ between ranks.
+        """
+        if self.world_size == 1:
+            return [values]
+        counts = values.new_zeros(self.world_size, dtype=torch.int64)
+        counts[self.rank] = len(values)
+        lengths = self.sum_over_world(counts).tolist()
+        padded = values.new_zeros(max(lengths), *values.shape[1:])
+        padded[: len(values)] = values
+        gathered = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(gathered, padded)
+        return [part[:length] for part, length in zip(gathered, lengths, strict=True)]
+
     @property
     def ahead(self) -> Ranks:
         """The same ranks for a thread beside the training thread, with a group of its own."""

@@ -42,6 +42,7 @@ from vlmpack.training.checkpoint import (
 from vlmpack.training.evaluations import Answers, Best, Validation
 from vlmpack.training.model_watch import ModelWatch
 from vlmpack.training.record import open_record, take_back, warn_of_damage
+from vlmpack.training.replicas import Replicas
 from vlmpack.training.reporting import Remarks, Reporting, SkipNotes
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import Stepper
@@ -162,6 +163,7 @@ def _trainer(
         stop=place.stop,
         model=model,
         listeners=Listeners(
+            replicas=Replicas(stepper),
             remarks=Remarks(stepper.objective, ranks),
             skips=skips,
             reporting=reporting,

@@ -64,7 +64,7 @@ class Listener:
         """The last step of the run was taken."""
 
     def on_save(self) -> None:
-        """A checkpoint is about to be written."""
+        """A checkpoint is about to be written. An error of all ranks alike leaves it unwritten."""
 
     def on_saved(self, step: int, folder: Path) -> None:
         """A checkpoint was written whole."""

@@ -20,6 +20,7 @@ from vlmpack.errors import (
     NonFiniteError,
     ObjectiveError,
     Preempted,
+    ReplicaError,
     TrainabilityError,
 )
 from vlmpack.recipe.schema import CheckpointSection
@@ -41,7 +42,7 @@ from vlmpack.training.stop import StopFlag
 logger = logging.getLogger("vlmpack")
 
 
-_OF_ALL_RANKS = (NonFiniteError, TrainabilityError, DataLimitError)
+_OF_ALL_RANKS = (NonFiniteError, ReplicaError, TrainabilityError, DataLimitError)
 """Errors that are raised on all ranks alike, so that a checkpoint can still be published."""
 
 
@@ -94,6 +95,8 @@ class Listeners:
     The step is saved after all of them, if it is due, the best, or the last before a stop.
     """
 
+    replicas: Listener = field(default_factory=Listener)
+    """Whether ranks that should hold the same do; the end of a run where they do not."""
     remarks: Remarks
     """What the objective's counts mean, in the log."""
     record: Listener = field(default_factory=Listener)
@@ -171,8 +174,8 @@ class Trainer:
         Raises:
             Preempted: SIGTERM was honoured at a step boundary.
             ExtensionError: a callback or a metric of the program failed; the steps are saved.
-            NonFiniteError, TrainabilityError, DataError, DataLimitError, CheckpointError: see
-                their classes.
+            NonFiniteError, ReplicaError, TrainabilityError, DataError, DataLimitError,
+                CheckpointError: see their classes.
         """
         try:
             self._run(steps)
@@ -207,7 +210,7 @@ class Trainer:
             self.saver.finish()
             if step:
                 self.save(last=True)
-        except (CheckpointError, NonFiniteError) as error:
+        except (CheckpointError, NonFiniteError, ReplicaError) as error:
             whence = (
                 "from the checkpoint before, or begins anew where there is none, as step "
                 f"{step} could not be saved: {error}"
@@ -291,6 +294,7 @@ class Trainer:
         Raises:
             CheckpointError: this checkpoint, or one still in progress, could not be written.
             NonFiniteError: one of them would hold values that are not finite.
+            ReplicaError: ranks that should hold the same do not.
         """
         if self._saved_step == self.totals.step:
             return

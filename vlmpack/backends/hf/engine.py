@@ -41,12 +41,13 @@ from vlmpack.backends.hf.frozen import check_quantization, hold_narrow
 from vlmpack.backends.hf.fused_layers import Fused, fuse_layers
 from vlmpack.backends.hf.load import load_model, open_model
 from vlmpack.backends.hf.model import packed_model
-from vlmpack.backends.hf.optimizer import build_optimizer, set_learning_rate
+from vlmpack.backends.hf.optimizer import build_optimizer, moments_of, set_learning_rate
 from vlmpack.backends.hf.recurrence import recurrence_kinds, replace_kernels
 from vlmpack.backends.hf.router_loss import describe_router_loss, router_loss, set_experts
 from vlmpack.backends.hf.sharding import (
     load_slices,
     local_part,
+    local_slice,
     owned_slices,
     shard_model,
     whole_shapes,
@@ -369,6 +370,16 @@ class HFEngine:
             if not self.policy.trains_parameter(name, self.paths)
         }
         return list(held), digests(held.values(), self.device)
+
+    def held_parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and moments, or this rank's shards of them, and buffers."""
+        for name, parameter in self.vlm.model.named_parameters():
+            box = local_slice(name, parameter)
+            yield box.words, local_part(parameter)
+            if parameter.requires_grad and self.optimizer_steps:
+                for kind, value in moments_of(self.optimizer, parameter).items():
+                    yield f"{kind} of {box.words}", local_part(value)
+        yield from self.vlm.model.named_buffers()
 
     def export(self, folder: Path, *, processor_from: Path, dtype: torch.dtype | None) -> None:
         """Write config, weights and processor files for `from_pretrained`."""

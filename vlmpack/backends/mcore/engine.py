@@ -357,6 +357,14 @@ class MegatronEngine:
         }
         return list(held), digests(held.values(), self.device)
 
+    def held_parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters, this rank's main weights and moments of them, and the stage's buffers."""
+        self.stage.finish_gathers()
+        yield from self.layout.held(moments=self.optimizer_steps > 0)
+        stage = self.groups.pp.rank()
+        for name, buffer in self.model.named_buffers():
+            yield f"buffer {name} of stage {stage}", buffer
+
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every whole parameter, float32, one after the other, on every rank. Collective.
 

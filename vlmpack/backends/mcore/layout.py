@@ -126,6 +126,18 @@ class WeightLayout:
                         view = values[part.start - offset : part.stop - offset]
                         yield kind, part.box, view.view(part.box.lengths)
 
+    def held(self, *, moments: bool) -> Iterator[tuple[str, Tensor]]:
+        """All that this rank holds, by the boxes of transformers' tensors that each is made of."""
+        for local in self.parameters:
+            words = ", ".join(piece.box.words for piece in local.pieces)
+            yield words, local.parameter
+            for kind, values, start in self._tensors(local, moments=moments):
+                if kind == "model" and values.dtype is local.parameter.dtype:
+                    continue  # the main weight is the parameter itself, or a view of it
+                is_whole = values.numel() == local.parameter.numel()
+                part = "" if is_whole else f", from element {start} to {start + values.numel()}"
+                yield f"{kind} of {words}{part}", values
+
     def load(self, read: ReadSlice, *, optimizer_steps: int) -> None:
         """Fill parameters, main weights and moments. What `read` lacks stays unchanged.
 
