@@ -18,6 +18,7 @@ from vlmpack.collector import collector_paused
 from vlmpack.errors import RecipeError, naming_full_table
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.waits import logged_waits
+from vlmpack.whole_file import not_world_writable
 from vlmpack.words import raised
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def run_recipe(recipe: Recipe, extensions: Extensions | None = None) -> Finetune
         from vlmpack.report import write_report
         from vlmpack.run.launch import launch
 
-    with naming_full_table():
+    with naming_full_table(), not_world_writable():
         return _result(launch(recipe, write_report, extensions or NO_EXTENSIONS))
 
 

@@ -1,6 +1,6 @@
 """Small files that readers see whole or not at all, whenever their writer is killed.
 
-It also opens regular files for reading, and reads JSON within bounds.
+It also opens regular files for reading, reads JSON within bounds, and minds the umask.
 """
 
 from __future__ import annotations
@@ -53,6 +53,18 @@ def written_whole(path: Path, *, flush: bool = True) -> Iterator[BinaryIO]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def not_world_writable() -> Iterator[None]:
+    """Within it nobody but owner and group may write what is made, even under umask 0, as some
+    containers have it. The rest of the umask is kept."""
+    before = os.umask(0o077)
+    os.umask(before | 0o002)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def share_as(like: Path, pattern: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from vlmpack.errors import Preempted
 from vlmpack.training.run_dir import RunDir
-from vlmpack.training.stop import interrupt_logged, stop_on_sigterm
+from vlmpack.training.stop import StopFlag, interrupt_logged, stop_on_sigterm
 
 
 def test_sigterm_sets_the_flag_and_nothing_else():
@@ -28,6 +28,19 @@ def test_sigterm_sets_the_flag_and_nothing_else():
         os.kill(os.getpid(), signal.SIGTERM)  # a second one changes nothing
         assert flag.is_set()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("started_by", ["torchrun", "a shell"])
+def test_a_launcher_that_is_gone_asks_for_a_stop(monkeypatch, caplog, started_by):
+    """A shell may go, as behind `nohup`."""
+    if started_by == "torchrun":
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    parents = iter([7, 7, 1, 1, 1])
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    flag = StopFlag()
+    assert not flag.is_set()
+    assert [flag.is_set() for _ in range(2)] == [started_by == "torchrun"] * 2
+    assert caplog.text.count("torchrun has ended") == (started_by == "torchrun")
 
 
 @contextmanager

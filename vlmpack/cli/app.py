@@ -53,6 +53,7 @@ from vlmpack.training.trackers import THREADS as TRACKER_THREADS
 from vlmpack.version import __version__
 from vlmpack.waits import logged_waits
 from vlmpack.watchdog import SECONDS, Watchdog, process_name
+from vlmpack.whole_file import not_world_writable
 from vlmpack.words import counted
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ def root(
     version: Annotated[bool, option("root.version", callback=_print_version)] = False,
 ) -> None:
     """Finetune vision-language models on packed sequences."""
+    context.with_resource(not_world_writable())
     # Every command is watched from here; a run has a watchdog of its own, with its recipe's knob.
     who = process_name(_rank(), launcher_number("WORLD_SIZE", 1) or 1)
     say_as_error = partial(say_printable, level=logging.ERROR)  # ranks but the first show no less

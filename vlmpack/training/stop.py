@@ -1,4 +1,4 @@
-"""SIGTERM -> a flag that the trainer reads at step boundaries.
+"""SIGTERM, or a launcher that is gone -> a flag that the trainer reads at step boundaries.
 
 Further signals change nothing, so a checkpoint in progress is never interrupted. SIGINT stops at
 once, and logs what is saved.
@@ -7,6 +7,7 @@ once, and logs what is saved.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +22,8 @@ logger = logging.getLogger("vlmpack")
 
 
 class StopFlag:
-    """Whether this process has been asked to stop.
+    """Whether this process has been asked to stop, or torchrun, which started it, was killed: that
+    asks nobody, and the processes would hold their devices and the run's folder to the last step.
 
     It is no threading.Event: a second signal during `set` would wait for ever for the event's lock,
     in the thread that holds it.
@@ -29,11 +31,15 @@ class StopFlag:
 
     def __init__(self) -> None:
         self._asked = False
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def set(self) -> None:
         self._asked = True
 
     def is_set(self) -> bool:
+        if self._launcher is not None and os.getppid() != self._launcher:
+            logger.warning("torchrun has ended without its processes; they stop at this step")
+            self._asked, self._launcher = True, None
         return self._asked
 
 
