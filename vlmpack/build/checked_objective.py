@@ -297,21 +297,20 @@ def runs_no_backward(called: str, output: object) -> Iterator[None]:
 
 @contextmanager
 def leaves_gradients(called: str, model: nn.Module) -> Iterator[None]:
-    """A block that adds nothing to the gradients of a model's parameters.
+    """A block that runs no backward pass through what the model gives in it.
+
+    Gradients themselves do not tell: DDP moves them to other tensors in a forward pass.
 
     Raises:
-        ObjectiveError: it has.
+        ObjectiveError: it does, where it does.
     """
-    parameters = [*model.parameters()]  # a walk over all modules, so once
-    before = [_gradients(parameter) for parameter in parameters]
-    yield
-    if before != [_gradients(parameter) for parameter in parameters]:
-        raise _backward(called)
+    with ExitStack() as watched:
 
+        def watch(_module: nn.Module, _inputs: object, output: object) -> None:
+            watched.enter_context(runs_no_backward(called, output))
 
-def _gradients(parameter: nn.Parameter) -> list[tuple[int, int] | None]:
-    held = (parameter.grad, getattr(parameter, "main_grad", None))
-    return [(id(one), one._version) if isinstance(one, Tensor) else None for one in held]
+        watched.callback(model.register_forward_hook(watch).remove)
+        yield
 
 
 def _backward(called: str) -> ObjectiveError:
