@@ -57,6 +57,7 @@ CONVERSION = FileKind("conversion", "`vlmpack data convert`")
 DATA_STATE = FileKind("data state", _NEW_RUN)
 DIGESTS = FileKind("digests of weights", "`vlmpack finetune`")
 """Raise it when the same tensors give other digests, or when more is checked."""
+DUMP = FileKind("dump of a step", "`vlmpack finetune`, which writes one where a step is not finite")
 EXPORT_NOTE = FileKind("note of an export", "`vlmpack export`")
 INDEX = FileKind("index", "`vlmpack index`")
 MODEL_RECORD = FileKind("model record", _NEW_RUN)

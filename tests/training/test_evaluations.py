@@ -61,7 +61,7 @@ def test_the_best_checkpoint_is_spared(tmp_path: Path) -> None:
         step_folder(tmp_path, step).mkdir()
         (step_folder(tmp_path, step) / COMPLETE).write_text("")
     newest = step_folder(tmp_path, 4)
-    prune(tmp_path, 2, newest=newest, spared=step_folder(tmp_path, 1))
+    prune(tmp_path, 2, newest=newest, spared={step_folder(tmp_path, 1).name})
     assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["1", "3", "4"]
     prune(tmp_path, 1, newest=newest)
     assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["4"]

@@ -43,6 +43,7 @@ class RunSpec:
 
     model: str
     has_adapters: bool
+    training: TrainingSection
     checkpoint: CheckpointSection
     evaluation: EvaluationSection
     logging: LoggingSection
@@ -57,6 +58,7 @@ def run_spec(recipe: Recipe, extensions: Extensions) -> RunSpec:
     return RunSpec(
         model=recipe.model.path,
         has_adapters=bool(recipe.trainable.uses("lora")),
+        training=recipe.training,
         checkpoint=recipe.checkpoint,
         evaluation=recipe.evaluation,
         logging=recipe.logging,

@@ -373,6 +373,14 @@ class TrainingSection(Section):
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
     """Seed of the sample order and of every random number of the run."""
 
+    on_non_finite: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient norm is not finite ends the run. `skip` leaves out its update
+    and goes on. Both write a dump of the step."""
+
+    max_skipped_steps: Count = 5
+    """With `skip`, the most steps that may be skipped in any 1,000. Ten in a row always end the
+    run."""
+
     cuda_graphs: Literal["none", "decoder"] = "none"
     """`decoder` replays the decoder of planned rows with CUDA graphs. Rows are filled up to
     `packing.max_tokens`, and what is trained stays the same. A CPU can run it for a try, but not

@@ -31,6 +31,7 @@ from vlmpack.run.place import Place
 from vlmpack.run.reference import Reference
 from vlmpack.run.session import Prefetch, Session
 from vlmpack.run.splits import Splits
+from vlmpack.training.bad_steps import BadSteps
 from vlmpack.training.callbacks import Callbacks
 from vlmpack.training.checkpoint import (
     Saver,
@@ -137,7 +138,7 @@ def _trainer(
     model: Mapping[str, str],
 ) -> Trainer:
     """The loop and its listeners, at step 0."""
-    ranks, run_dir = place.ranks, place.run_dir
+    ranks, run_dir, training = place.ranks, place.run_dir, run.training
     saver = Saver(run_dir.checkpoints, ranks, keep=run.checkpoint.keep)
     reporting = Reporting(
         section=run.logging,
@@ -179,6 +180,14 @@ def _trainer(
             ),
             answers=Answers(reporting=reporting, interval=run.evaluation.generate_interval_steps),
             best=Best.of(run.evaluation),
+            bad_steps=BadSteps(
+                ledger=skips.ledger,
+                ranks=ranks,
+                folder=run_dir.dumps,
+                skips=training.on_non_finite == "skip",
+                most=training.max_skipped_steps,
+                seed=training.seed,
+            ),
         ),
     )
 

@@ -177,7 +177,8 @@ class Best(Listener):
             self._judge(here)
 
     def on_step(self, step: TrainStep) -> None:
-        self._judge(step)
+        if not step.sums.is_skipped:
+            self._judge(step)
 
     def on_end(self, here: Boundary) -> None:
         self._judge(here)

@@ -12,6 +12,9 @@ Rows of training steps:
     num_slots            computed slots, with padding
     num_padded_slots     the slots that mode none computes for the same samples
     num_label_tokens, num_samples, num_skipped
+    skipped              true where the step was not finite and the optimizer left it out. Its
+                         loss, grad_norm and reported figures are null then, and num_skipped counts
+                         its samples
     num_rows             micro-batches that hold a sample
     num_eager_rows       those that have too many samples for the captured graph
     imbalance            the largest planned cost of a replica over the mean cost. The cost is in
@@ -60,7 +63,7 @@ class StepRow:
     epoch: int
     loss: float | None
     loss_divisor: float | None = None
-    grad_norm: float
+    grad_norm: float | None
     learning_rate: float
     num_tokens: int
     num_shared_tokens: int = 0
@@ -79,6 +82,7 @@ class StepRow:
     encode_seconds: float
     forward_backward_seconds: float
     optimizer_seconds: float
+    skipped: bool = False
     reported: Mapping[str, float | None] = field(default_factory=dict)
     """What is reported beside the loss; columns of their own."""
 
@@ -101,6 +105,8 @@ class StepRow:
         row = asdict(self)
         if self.loss_divisor is None:
             del row["loss_divisor"]
+        if not self.skipped:
+            del row["skipped"]
         return {
             **row.pop("reported"),
             **row,
@@ -298,7 +304,7 @@ class Progress:
             self._smooth[name] = old + (value - old) * 0.05 if name in self._smooth else value
         share = row.num_shared_tokens / max(1, row.num_tokens)
         columns = (
-            "no sample left" if row.loss is None else f"loss {row.loss:.4f}",
+            "skipped: not finite" if row.skipped else _loss_text(row.loss),
             *(
                 f"{name.replace('_', ' ')} {value:.4f}"
                 for name, value in row.reported.items()
@@ -320,6 +326,10 @@ class Progress:
     def stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def _loss_text(loss: float | None) -> str:
+    return "no sample left" if loss is None else f"loss {loss:.4f}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,16 +68,17 @@ class StepSamples:
     holes: Bin
 
     @classmethod
-    def of(cls, step: GlobalStep) -> StepSamples:
-        return cls(
-            batch=step.batch,
-            epoch=step.epoch,
-            bins=tuple(
-                tuple(SampleName(sample.shard, sample.key) for sample in micro_batch.samples)
-                for micro_batch in step.micro_batches
-            ),
-            holes=tuple(SampleName(sample.shard, sample.key) for sample in step.skipped),
-        )
+    def of(cls, step: GlobalStep, *, is_skipped: bool = False) -> StepSamples:
+        """The record of a step. One that the optimizer skipped has trained nothing."""
+        bins = [
+            tuple(SampleName(sample.shard, sample.key) for sample in micro_batch.samples)
+            for micro_batch in step.micro_batches
+        ]
+        holes = [SampleName(sample.shard, sample.key) for sample in step.skipped]
+        if is_skipped:
+            holes += [name for samples in bins for name in samples]
+            bins = [()] * len(bins)
+        return cls(batch=step.batch, epoch=step.epoch, bins=tuple(bins), holes=tuple(holes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class SampleRecord(Listener):
         self._shards: dict[str, int] = {}
 
     def on_step(self, step: TrainStep) -> None:
-        self.write(StepSamples.of(step.data))
+        self.write(StepSamples.of(step.data, is_skipped=step.sums.is_skipped))
 
     def on_save(self) -> None:
         """The record of the steps that a checkpoint counts is on disk before it."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import socket
 from collections.abc import Mapping
 
@@ -58,7 +57,7 @@ class Replicas(Listener):
             "learning rate": _number(repr(stepper.schedule(step.step - 1))),
         }
         seed, ranks = stepper.dropout_seed, stepper.ranks
-        trained = sums.loss is not None and math.isfinite(sums.loss + sums.grad_norm)
+        trained = sums.loss is not None
         if seed is not None and trained:  # a step that is taken back leaves an older seed
             replica = ranks.rank // ranks.stage_size % ranks.dp_size
             on_device = torch.cuda if stepper.engine.device.type == "cuda" else torch

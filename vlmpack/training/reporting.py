@@ -31,7 +31,7 @@ class Remarks(Listener):
 
     def on_step(self, step: TrainStep) -> None:
         """Report a count with the first sample that it is about. Collective if there is one."""
-        for name, remark in self.objective.remarks.items():
+        for name, remark in () if step.sums.is_skipped else self.objective.remarks.items():
             if not step.sums.totals[name] or name in self._said:
                 continue
             self._said.add(name)
@@ -62,8 +62,9 @@ class SkipNotes(Listener):
         Raises:
             DataLimitError: they are.
         """
-        self.note(step.sums.num_skipped)
-        self.limiter.check(samples=step.data.num_samples, skipped=step.sums.num_skipped)
+        holes = step.sums.num_skipped - step.sums.num_unlearnt
+        self.note(holes)
+        self.limiter.check(samples=step.data.num_samples, skipped=holes)
 
     def note(self, skipped: int) -> None:
         """Counts a step's skipped samples, of all ranks."""
@@ -130,7 +131,9 @@ class Reporting(Listener):
         step.row = row.as_row()
         metrics.write(step.row)
         progress.update(row)
-        if is_due(step.step, self.section.interval_steps):
+        if row.skipped:
+            trackers.log({"skipped": 1.0}, step.step)
+        elif is_due(step.step, self.section.interval_steps):
             self._say_sources(step.step, step.sums.totals)
             tracked = {name: getattr(row, name) for name in TRACKED}
             trackers.log(tracked | dict(row.reported), step.step)
@@ -201,5 +204,6 @@ def step_row(stepper: Stepper, step: TrainStep) -> StepRow:
         read_seconds=sum(micro.read_seconds for micro in data.micro_batches),
         encode_seconds=sum(micro.encode_seconds for micro in data.micro_batches),
         reported=stepper.reported(sums),
+        skipped=sums.is_skipped,
         **step.seconds,
     )

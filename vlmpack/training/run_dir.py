@@ -11,6 +11,7 @@ runs/demo/
   metrics.jsonl          one row a step
   data-errors.jsonl      one row a skipped sample
   first-sample.txt       what the first sample teaches, token by token
+  dumps/step-...json     a step that was not finite, see vlmpack.training.bad_steps
   samples/               which samples each step trained, see vlmpack.training.record
   checkpoints/step-...   see vlmpack.training.checkpoint
   trainable.json         what is trained: mode, parameters and learning rate by component
@@ -64,6 +65,7 @@ class RunDir:
         self.metrics = self.path / "metrics.jsonl"
         self.data_errors = self.path / "data-errors.jsonl"
         self.samples = self.path / "samples"
+        self.dumps = self.path / "dumps"
         self.data_summary = self.path / "data-summary.json"
         self.checkpoints = self.path / "checkpoints"
         self.reference = self.path / "reference"

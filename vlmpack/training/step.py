@@ -16,11 +16,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import chain
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import ROUTER_REPORT, Engine, ForwardStep
@@ -30,6 +31,7 @@ from vlmpack.errors import NonFiniteError, TrainabilityError
 from vlmpack.model_folder.finite import non_finite_tensors, non_finite_words
 from vlmpack.packing import Batch, PackedBatch
 from vlmpack.recipe.trainable import Component, OptimSection
+from vlmpack.training.checkpoint.index import random_state, restore_random_state
 from vlmpack.training.objective import VOTES, Counts, Objective, ratios
 from vlmpack.training.reference import StartCheck
 
@@ -41,12 +43,97 @@ class StepSums(Counts):
     Args:
         totals: the objective's sums, the routers' where there are any, and all counts, by name.
         loss: the objective's; None where its divisor is 0.
-        grad_norm: global norm before clipping; 0 without a backward pass.
+        grad_norm: global norm before clipping; 0 without a backward pass, None in a skipped step.
+        is_skipped: whether the optimizer left the step out, as it was not finite.
+        num_unlearnt: samples of a skipped step, which `num_skipped` counts too.
     """
 
     totals: Mapping[str, float]
     loss: float | None
-    grad_norm: float = 0.0
+    grad_norm: float | None = 0.0
+    is_skipped: bool = False
+    num_unlearnt: int = 0
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient norm are numbers."""
+        assert self.grad_norm is not None
+        return math.isfinite(self.totals["loss_sum"]) and math.isfinite(self.grad_norm)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One run of a step's micro-batches, up to its global sums.
+
+    Args:
+        reports: this rank's sums of each micro-batch; empty where it computes no loss.
+    """
+
+    sums: StepSums
+    reports: Sequence[Mapping[str, Tensor]]
+
+    @property
+    def losses(self) -> list[float | None]:
+        """This rank's loss sum of each micro-batch, read from the device."""
+        return [report["loss_sum"].item() if report else None for report in self.reports]
+
+
+class NonFiniteStep(NonFiniteError):
+    """Loss or gradient norm of a step are not finite. Raised on all ranks alike, before the
+    optimizer step.
+
+    Args:
+        first: the step as it was met.
+        again: the same micro-batches, run once more in the same place.
+        seconds: spent in both.
+    """
+
+    def __init__(self, message: str, *, first: Pass, again: Pass, seconds: float) -> None:
+        super().__init__(message)
+        self.first, self.again, self.seconds = first, again, seconds
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the second run was not finite either."""
+        return not self.again.sums.is_finite
+
+
+class StepMemory:
+    """What a forward pass may change besides gradients, as it was before: buffers and generators.
+
+    Values are put back into the same tensors, so that recorded graphs and views stay valid.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = [(one, name) for one in module.modules() for name in one._buffers]
+        self._held: list[Tensor | None] = []
+        self._copies: list[Tensor] = []
+        self._random: Mapping[str, Tensor] = {}
+
+    def keep(self) -> None:
+        """Copy what there is now. Nothing is read on the host."""
+        self._held = [one._buffers[name] for one, name in self._places]
+        tensors = self._tensors()
+        if [one.shape for one in tensors] != [one.shape for one in self._copies]:
+            self._copies = [torch.empty_like(one) for one in tensors]
+        _copy_all(tensors, self._copies)
+        self._random = random_state()
+
+    def put_back(self) -> None:
+        """Put back what `keep` has copied."""
+        for (one, name), held in zip(self._places, self._held, strict=True):
+            one._buffers[name] = held
+        _copy_all(self._copies, self._tensors())
+        restore_random_state(self._random)
+
+    def _tensors(self) -> list[Tensor]:
+        return [one for one in self._held if one is not None]
+
+
+@torch.no_grad()
+def _copy_all(source: list[Tensor], into: list[Tensor]) -> None:
+    if source:
+        torch._foreach_copy_(into, source)
 
 
 def _watched(
@@ -89,6 +176,10 @@ class Stepper:
     dropout_seed: int | None = None
     reference: Callable[[Engine, Sequence[Batch]], list[Batch]] | None = None
     start: StartCheck | None = None
+    memory: StepMemory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.memory = StepMemory(self.engine.module)
 
     def train(
         self,
@@ -112,25 +203,20 @@ class Stepper:
             Global sums, and the seconds spent in each phase.
 
         Raises:
-            NonFiniteError: loss or gradient norm is not finite; no weight has changed.
+            NonFiniteStep: loss or gradient norm is not finite. Weights, moments, buffers and
+                generators are as they were before.
+            NonFiniteError: the same, and weights or moments are not finite themselves.
             TrainabilityError: what is trained is not what the recipe says.
             ReferenceCacheError: the first step's policy is not its reference.
         """
         started = time.perf_counter()
-        if self.dropout_seed is not None:
-            torch.manual_seed(seed_of_step(self.dropout_seed, step, self.ranks.dp_rank))
+        self.memory.keep()
         check = self.check if self.check is not None and self.check.pending else None
-        self.engine.zero_gradients()
         if self.reference is not None:
             batches = self.reference(self.engine, batches)
-        start = self.start if step == 0 else None
+        # At the weights that the reference is of, which a skipped step leaves as they were.
+        start = self.start if self.engine.optimizer_steps == 0 else None
         objective = self.objective if start is None else start.watched(self.objective)
-        reports = self.engine.forward_backward(
-            self._forward_step(batches, objective),
-            _watched(batches, names),
-            num_microbatches=len(batches),
-        )
-        ACTIVITY.enter("sums over all ranks")
         counts = Counts.of(
             batches,
             num_skipped=num_skipped,
@@ -138,17 +224,18 @@ class Stepper:
             stop_votes=int(stop),
             num_writing=int(writing),
         )
-        routers = self.engine.router_sum
-        more = {} if routers is None else routers.take(self.engine.device)
-        sums = self._sum_up(reports, batches, counts, more)
-        norm = self.engine.finish_gradients(sums[self.objective.divisor], self.max_grad_norm)
-        read = torch.stack([*sums.values(), norm.double()]).tolist()  # the step's one host read
-        result = self._named(dict(zip(sums, read, strict=False)), grad_norm=read[-1])
-        computed = time.perf_counter()
-        if not (math.isfinite(result.totals["loss_sum"]) and math.isfinite(result.grad_norm)):
-            self._stop_on_non_finite(
-                step, reports, names or [batch.keys for batch in batches], result
-            )
+        names = names or [batch.keys for batch in batches]
+        made = self._pass(step, objective, batches, names, counts)
+        result, computed = made.sums, time.perf_counter()
+        if not result.is_finite:
+            self._refuse_weights(step)
+            self.memory.put_back()
+            again = self._pass(step, self.objective, batches, names, counts)
+            self.engine.zero_gradients()
+            self.memory.put_back()
+            message = self._non_finite_words(step, names, made, again)
+            seconds = time.perf_counter() - started
+            raise NonFiniteStep(message, first=made, again=again, seconds=seconds)
         if start is not None:
             start.judge(batches)
         if result.loss is not None:  # a global batch of holes teaches nothing, on every rank alike
@@ -157,6 +244,32 @@ class Stepper:
             "forward_backward_seconds": computed - started,
             "optimizer_seconds": time.perf_counter() - computed,
         }
+
+    def _pass(
+        self,
+        step: int,
+        objective: Objective,
+        batches: Sequence[Batch],
+        names: Sequence[Sequence[str]],
+        counts: Counts,
+    ) -> Pass:
+        """Gradients of the mean loss, clipped, and the global sums. Reads the host once."""
+        if self.dropout_seed is not None:
+            torch.manual_seed(seed_of_step(self.dropout_seed, step, self.ranks.dp_rank))
+        self.engine.zero_gradients()
+        reports = self.engine.forward_backward(
+            self._forward_step(batches, objective),
+            _watched(batches, names),
+            num_microbatches=len(batches),
+        )
+        ACTIVITY.enter("sums over all ranks")
+        routers = self.engine.router_sum
+        more = {} if routers is None else routers.take(self.engine.device)
+        sums = self._sum_up(reports, batches, counts, more)
+        norm = self.engine.finish_gradients(sums[self.objective.divisor], self.max_grad_norm)
+        read = torch.stack([*sums.values(), norm.double()]).tolist()  # the step's one host read
+        result = self._named(dict(zip(sums, read, strict=False)), grad_norm=read[-1])
+        return Pass(result, reports)
 
     def evaluate(self, batches: Sequence[Batch]) -> StepSums:
         """Sums of some micro-batches, without gradients."""
@@ -210,8 +323,9 @@ class Stepper:
         return objective.step_with(dict(zip(names, summed.unbind(), strict=True)))
 
     def _named(self, totals: Mapping[str, float], grad_norm: float = 0.0) -> StepSums:
+        counts: dict[str, Any] = {entry.name: int(totals[entry.name]) for entry in fields(Counts)}
         return StepSums(
-            **{entry.name: int(totals[entry.name]) for entry in fields(Counts)},
+            **counts,
             totals=totals,
             loss=self.objective.loss(totals),
             grad_norm=grad_norm,
@@ -219,9 +333,10 @@ class Stepper:
 
     def reported(self, sums: StepSums) -> dict[str, float | None]:
         """The figures of a step besides its loss, from the objective and the routers."""
-        if self.engine.router_sum is None:
-            return self.objective.reported(sums.totals)
-        return self.objective.reported(sums.totals) | ratios(sums.totals, ROUTER_REPORT)
+        figures = self.objective.reported(sums.totals)
+        if self.engine.router_sum is not None:
+            figures |= ratios(sums.totals, ROUTER_REPORT)
+        return dict.fromkeys(figures) if sums.is_skipped else figures
 
     def _update(self, step: int, result: StepSums, check: TrainabilityCheck | None) -> None:
         lr = self.schedule(step)
@@ -232,40 +347,41 @@ class Stepper:
         if check is not None:
             check.after_step()
 
-    def _stop_on_non_finite(
-        self,
-        step: int,
-        reports: Sequence[Mapping[str, Tensor]],
-        names: Sequence[Sequence[str]],
-        result: StepSums,
-    ) -> None:
-        """Name the samples, drop the gradients, and stop on all ranks alike."""
-        self.engine.zero_gradients()
-        held = ((box.name, value) for _, box, value in self.engine.owned_slices(moments=False))
+    def _refuse_weights(self, step: int) -> None:
+        """End a run whose weights or moments are no numbers, on all ranks alike: no skip helps."""
+        held = (
+            (box.name if kind == "model" else f"{kind} of {box.name}", value)
+            for kind, box, value in self.engine.owned_slices()
+        )
         non_finite = dict(
             chain.from_iterable(self.ranks.gather_objects([*non_finite_tensors(held).items()]))
         )
         if non_finite:
+            self.engine.zero_gradients()
             raise NonFiniteError(
                 f"step {step + 1}: {non_finite_words(non_finite)}, since an earlier step. Go on "
                 "from the last checkpoint with a lower optim.lr, or set optim.max_grad_norm"
             )
-        mine = [
-            of_batch
-            for report, of_batch in zip(reports, names, strict=True)
-            if report and not bool(torch.isfinite(report["loss_sum"]))
-        ]
+
+    def _non_finite_words(
+        self, step: int, names: Sequence[Sequence[str]], made: Pass, again: Pass
+    ) -> str:
+        """The samples of a step that is not finite, on all ranks alike. Collective."""
+        pairs = zip(names, made.losses, strict=True)
+        mine = [keys for keys, loss in pairs if loss is not None and not math.isfinite(loss)]
         named = [keys for rank in self.ranks.gather_objects(mine) for keys in rank]
         if not named:  # the gradient alone overflowed: any sample of the step may be the cause
             everyone = self.ranks.gather_objects(names)
             named = [keys for rank in everyone for keys in rank]
         # Each once: the processes of a replica name the same micro-batches.
         listed = "; ".join(dict.fromkeys(", ".join(keys) for keys in named))
-        raise NonFiniteError(
-            f"step {step + 1}: loss sum {result.totals['loss_sum']}, "
-            f"gradient norm {result.grad_norm}. Stopped before the optimizer step, no weight has "
-            f"changed. Samples of the micro-batches concerned: {listed}. Look at these samples "
-            f"and at an objective of your own, lower optim.lr, or set optim.max_grad_norm"
+        second = again.sums
+        repeats = "is finite" if second.is_finite else "is not finite either"
+        return (
+            f"step {step + 1}: loss sum {made.sums.totals['loss_sum']}, "
+            f"gradient norm {made.sums.grad_norm}. The same step, run again in place, {repeats}: "
+            f"{second.totals['loss_sum']}, {second.grad_norm}. Samples of the micro-batches "
+            f"concerned: {listed}"
         )
 
 

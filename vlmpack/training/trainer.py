@@ -24,6 +24,7 @@ from vlmpack.errors import (
     TrainabilityError,
 )
 from vlmpack.recipe.schema import CheckpointSection
+from vlmpack.training.bad_steps import BadSteps
 from vlmpack.training.callbacks import Callbacks
 from vlmpack.training.checkpoint import (
     CheckpointContent,
@@ -36,7 +37,7 @@ from vlmpack.training.evaluations import Answers, Best, Validation
 from vlmpack.training.listener import Boundary, Listener, TrainStep, is_due
 from vlmpack.training.model_watch import check_trained_from
 from vlmpack.training.reporting import Remarks, Reporting
-from vlmpack.training.step import Stepper, StepSums
+from vlmpack.training.step import NonFiniteStep, Stepper, StepSums
 from vlmpack.training.stop import StopFlag
 
 logger = logging.getLogger("vlmpack")
@@ -115,6 +116,9 @@ class Listeners:
     """Answers to the test questions, and `on_answers`."""
     best: Best | None
     """Whether this step is the best, by the figures of the two before."""
+
+    bad_steps: BadSteps | None = None
+    """Steps that are not finite; None for a run that ends at the first."""
 
     def __iter__(self) -> Iterator[Listener]:
         listeners = (getattr(self, entry.name) for entry in fields(self))
@@ -253,14 +257,20 @@ class Trainer:
         ACTIVITY.enter("waiting for data")
         data = next(steps)
         waited = time.perf_counter() - started
-        sums, phases = self.stepper.train(
-            self.totals.step,
-            [micro_batch.batch for micro_batch in data.micro_batches],
-            names=data.names,
-            num_skipped=len(data.skipped),
-            stop=self.stop.is_set(),
-            writing=self.saver.is_writing,
-        )
+        try:
+            sums, phases = self.stepper.train(
+                self.totals.step,
+                [micro_batch.batch for micro_batch in data.micro_batches],
+                names=data.names,
+                num_skipped=len(data.skipped),
+                stop=self.stop.is_set(),
+                writing=self.saver.is_writing,
+            )
+        except NonFiniteStep as found:
+            if self.listeners.bad_steps is None:
+                raise
+            sums = self.listeners.bad_steps.judge(found, data, self.totals.step + 1)
+            phases = {"forward_backward_seconds": found.seconds, "optimizer_seconds": 0.0}
         seconds = time.perf_counter() - started
         self.totals.add(sums, seconds, data.state)
         phases |= {"seconds": seconds, "data_wait_seconds": waited}
@@ -301,7 +311,7 @@ class Trainer:
         for listener in self.listeners:
             listener.on_save()
         ACTIVITY.enter_alone("saving a checkpoint")
-        engine, best = self.stepper.engine, self.listeners.best
+        engine, best, bad = self.stepper.engine, self.listeners.best, self.listeners.bad_steps
         content = CheckpointContent(
             step=self.totals.step,
             state=self._state(),
@@ -309,6 +319,7 @@ class Trainer:
             shapes=engine.parameter_shapes(),
             optimizer_steps=engine.optimizer_steps,
             spared=None if best is None or best.value is None else best.step,
+            dumped=() if last or bad is None else bad.dumped(),
         )
         if self.checkpoint.asynchronous and not last:
             self.saver.save_in_background(content, engine.owned_slices)

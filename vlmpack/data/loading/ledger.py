@@ -26,6 +26,9 @@ from vlmpack.whole_file import write_atomically
 logger = logging.getLogger("vlmpack")
 
 LEDGER_NAME = "data-errors.jsonl"
+UNLEARNT = "skipped_step"
+"""The class of samples that are whole, in a step that the optimizer skipped. No limit of bad
+samples counts them."""
 _TEXTS = ("class", "key", "shard", "reason")
 WORST_SHOWN = 10
 
@@ -72,6 +75,35 @@ class Ledger:
             lines.append(checked_line(line))
         if lines and self.path is not None:
             _append(self.path, b"".join(lines))
+
+    def record_unlearnt(
+        self, names: Iterable[tuple[int, str, str]], *, reason: str, epoch: int, batch: int
+    ) -> None:
+        """Write one line for each sample of a step that the optimizer skipped.
+
+        Args:
+            names: number, key and shard of each.
+
+        Raises:
+            RunDirError: the file cannot be written.
+        """
+        lines = [
+            {
+                "class": UNLEARNT,
+                "key": key,
+                "shard": shard,
+                "offset": None,
+                "reason": reason,
+                "epoch": epoch,
+                "batch": batch,
+                "sample": number,
+            }
+            for number, key, shard in names
+        ]
+        if self.path is None:
+            self._lines += lines
+        elif lines:
+            _append(self.path, b"".join(map(checked_line, lines)))
 
     def _first_time(self, sample: SkippedSample) -> bool:
         """Whether a hole met outside training is new, since every launch and validation meets it
@@ -148,6 +180,8 @@ class Ledger:
         files, keys, damaged = Counter[str](), Counter[str](), Counter[tuple[str, bool, str]]()
         reasons: dict[tuple[str, bool, str], str] = {}
         for line in self.lines():
+            if line["class"] == UNLEARNT:
+                continue
             file = line.get("file", line["shard"])
             kind = (file, "file" in line, line["class"])
             files[file] += 1
@@ -243,7 +277,8 @@ class SkipLimiter:
         Raises:
             DataLimitError: the budget was spent already.
         """
-        lost = Counter(line["batch"] for line in self.ledger.lines())
+        lines = self.ledger.lines()
+        lost = Counter(line["batch"] for line in lines if line["class"] != UNLEARNT)
         in_window = self.limits.window_samples // samples_per_batch + 1
         for batch in range(max(0, batches - in_window), batches):
             self.check(samples=samples_per_batch, skipped=lost[batch])

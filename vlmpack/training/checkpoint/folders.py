@@ -148,19 +148,29 @@ def _find_unlisted(folder: Path, listed: set[str]) -> str | None:
     return None
 
 
-def prune(root: Path, keep: int, *, newest: Path, spared: Path | None = None) -> None:
+def prune(
+    root: Path,
+    keep: int,
+    *,
+    newest: Path,
+    spared: Collection[str] = (),
+    before: Collection[str] = (),
+) -> None:
     """Keep `newest`, just verified, and the `keep - 1` before it. Later ones were abandoned, since
     a resume found them damaged.
 
     Args:
-        spared: kept too, however old.
+        spared: names of folders that are kept too, however old.
+        before: names of steps. The newest folder before each is kept too.
     """
     checkpoints = list_checkpoints(root)
     older = [
         path for path in checkpoints if path.name < newest.name and (path / COMPLETE).is_file()
     ]
     later = [path for path in checkpoints if path.name > newest.name]
-    old = [path for path in older[: len(older) - keep + 1] if path != spared]
+    names = [path.name for path in older]
+    kept = {*spared, *(max((n for n in names if n < step), default="") for step in before)}
+    old = [path for path in older[: len(older) - keep + 1] if path.name not in kept]
     for folder in (*old, *later):
         (folder / COMPLETE).unlink(missing_ok=True)  # first: a half-removed one is never resumed
         shutil.rmtree(folder, ignore_errors=True)

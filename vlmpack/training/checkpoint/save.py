@@ -139,6 +139,7 @@ class CheckpointContent:
         spared: the best step for a run that resumes here; its checkpoint is kept. A background save
             is published later, when a better step's checkpoint may not exist yet, so this is not
             the best step at publication.
+        dumped: steps that were not finite. The checkpoint before each is kept for a replay.
     """
 
     step: int
@@ -147,6 +148,7 @@ class CheckpointContent:
     shapes: Mapping[str, tuple[int, ...]]
     optimizer_steps: int
     spared: int | None = None
+    dumped: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +290,9 @@ class Saver:
                     f"checkpoint of step {content.step} does not verify after writing: {problem}"
                 )
             best = content.spared
-            spared = None if best is None else step_folder(self.root, best)
-            prune(self.root, self.keep, newest=final, spared=spared)
+            spared = () if best is None else (step_folder(self.root, best).name,)
+            before = [step_folder(self.root, step).name for step in content.dumped]
+            prune(self.root, self.keep, newest=final, spared=spared, before=before)
 
         self.ranks.on_main(publish)
         if self.published is not None:

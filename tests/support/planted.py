@@ -1,0 +1,93 @@
+"""An objective that makes the step of chosen samples a step that is not finite, in one of four
+places.
+
+    planted.py RECIPE {"key": "pixels"} key=value ...      a run of it, as one of several processes
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmpack import finetune
+from vlmpack.backends.engine import LossFunction
+from vlmpack.packing import Batch, PackedBatch
+from vlmpack.recipe import load_recipe
+from vlmpack.training.objective import Objective, forward_step
+
+PLACES = ("pixels", "layer", "objective", "gradient")
+"""In the sample's first image; in the output of the second decoder layer at its tokens; in its loss
+sum; in the gradient of its losses."""
+LAYER = "language_model.layers.1"
+
+
+def planted(
+    plants: Mapping[str, str], transient: Collection[str] = (), value: float = math.nan
+) -> Objective:
+    """Cross entropy with faults.
+
+    Args:
+        plants: key of a sample -> one of PLACES.
+        transient: keys whose fault comes once in this process, and never again.
+    """
+    met: set[str] = set()
+
+    def step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, LossFunction]:
+        batch = next(data_iterator)
+        places = {
+            plants[key]: place
+            for place, key in enumerate(batch.keys)
+            if key in plants and not (key in met and key in transient)
+        }
+        met.update(batch.keys)
+        if not places:
+            return forward_step(iter([batch]), model)
+        assert isinstance(batch, PackedBatch)
+        media = batch.media
+        if "pixels" in places and media is not None and media.pixel_values is not None:
+            pixels = media.pixel_values.clone()
+            pixels[:1] = value  # of the row's first image, which is the sample's by the plan
+            batch = replace(batch, media=replace(media, pixel_values=pixels))
+        hooks = []
+        if "layer" in places:
+            starts = batch.cu_seqlens_padded if batch.cu_seqlens_padded is not None else None
+            ends = (starts if starts is not None else batch.cu_seqlens).tolist()
+            first, last = ends[places["layer"]], ends[places["layer"] + 1]
+
+            def spoil(module: nn.Module, inputs: Any, output: Any) -> Any:
+                hidden = output[0] if isinstance(output, tuple) else output
+                mask = torch.zeros(hidden.shape[1], dtype=torch.bool)
+                mask[first:last] = True
+                spoilt = hidden.masked_fill(mask[None, :, None], value)
+                return (spoilt, *output[1:]) if isinstance(output, tuple) else spoilt
+
+            layer = next(m for n, m in model.named_modules() if n.endswith(LAYER))
+            hooks.append(layer.register_forward_hook(spoil))
+        losses, summed = forward_step(iter([batch]), model)
+        for hook in hooks:
+            hook.remove()
+        if "gradient" in places:
+            losses.register_hook(lambda gradient: gradient * value)
+        if "objective" in places:
+
+            def spoilt_sum(output: Tensor) -> tuple[Tensor, int, dict[str, Tensor]]:
+                whole, number, report = summed(output)
+                return whole * value, number, {name: one * value for name, one in report.items()}
+
+            return losses, spoilt_sum
+        return losses, summed
+
+    return Objective(forward_step=step)
+
+
+if __name__ == "__main__":
+    recipe, plants, *overrides = sys.argv[1:]
+    finetune(load_recipe(Path(recipe), overrides), objective=planted(json.loads(plants)))

@@ -1,0 +1,318 @@
+"""A step that is not finite: what is kept, what is skipped, what is written of it, when it ends a
+run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from support.checkpoints import stored_tensors
+from support.engines import engine_of
+from support.forked import run_ranks
+from support.planted import PLACES, planted
+from support.recipes import changed, copy_samples, rows, run_settings, write_recipe
+from support.shards import ROOT
+from torch import Tensor, nn
+
+from vlmpack import Callback, Event, finetune
+from vlmpack.api import resolve
+from vlmpack.build.engine import policy_of
+from vlmpack.build.look import open_recipe, open_train
+from vlmpack.data.loading.ledger import Ledger
+from vlmpack.data.loading.loader import GlobalStep
+from vlmpack.distributed import Ranks
+from vlmpack.errors import ExtensionError, NonFiniteError
+from vlmpack.proof.audit import audit_run
+from vlmpack.training.bad_steps import MOST_IN_A_ROW, WINDOW, BadSteps
+from vlmpack.training.checkpoint import list_checkpoints
+from vlmpack.training.metrics import read_rows
+from vlmpack.training.objective import SFT
+from vlmpack.training.run_dir import RunDir
+from vlmpack.training.step import NonFiniteStep, Pass, Schedule, StepMemory, Stepper, StepSums
+
+PLANTED = ROOT / "tests/support/planted.py"
+STEPS = 9
+CLOSE = 2e-5
+"""Of weights whose gradients were summed in another order; see `support.engines.make_stepper`."""
+BAD = {2: "pixels", 4: "layer", 5: "objective", 8: "gradient"}
+"""Step, counted from 1 -> the place of its fault; 4 and 5 are two in a row."""
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("bad")
+    values = run_settings(
+        root,
+        training__max_steps=STEPS,
+        training__micro_batch_size=2,
+        training__on_non_finite="skip",
+        checkpoint__interval_steps=3,
+    )
+    copy_samples(ROOT / "assets/digits/train-000000.tar", Path(values["data"]["train"]), 40)
+    return values
+
+
+@pytest.fixture(scope="module")
+def steps(settings: dict[str, Any]) -> list[GlobalStep]:
+    """The run's global batches, read apart from any run."""
+    train, _ = open_recipe(resolve(settings, {}))
+    return [*train.batches(train.start(), rank=0, dp=1, max_steps=STEPS)]
+
+
+@pytest.fixture(scope="module")
+def plants(steps: list[GlobalStep]) -> dict[str, str]:
+    """Key -> place of the fault: of each bad step's first sample that leads its row with an
+    image."""
+    found = {}
+    for step, place in BAD.items():
+        batches = (micro.batch for micro in steps[step - 1].micro_batches)
+        leads = (
+            one
+            for one in batches
+            if one.media is not None and one.media_positions[0] < one.segment_lengths[0]
+        )
+        found[next(leads).keys[0]] = place
+    assert sorted(found.values()) == sorted(PLACES)
+    others = [k for n, step in enumerate(steps, 1) if n not in BAD for k in keys_of(step)]
+    assert not found.keys() & set(others), "guard: each fault is met once"
+    return found
+
+
+def keys_of(step: GlobalStep) -> list[str]:
+    return [sample.key for micro in step.micro_batches for sample in micro.samples]
+
+
+def literal_loop(
+    settings: dict[str, Any], steps: list[GlobalStep], bad: Collection[int] = BAD
+) -> dict[str, Tensor]:
+    """The weights after a loop that does not call the optimizer in bad steps."""
+    recipe = resolve(settings, {})
+    _, encoder = open_recipe(recipe)
+    engine = engine_of(recipe.model, recipe.parallelism, encoder, Ranks(), policy_of(recipe))
+    rate = Schedule(recipe.optim, STEPS)
+    for number, step in enumerate(steps, 1):
+        if number in bad:
+            continue
+        batches = [micro.batch for micro in step.micro_batches]
+        engine.zero_gradients()
+        engine.forward_backward(SFT.step_with(), iter(batches), num_microbatches=len(batches))
+        labels = torch.tensor(sum(b.num_label_tokens for b in batches), dtype=torch.float64)
+        engine.finish_gradients(labels, recipe.optim.max_grad_norm)
+        engine.step(rate(number - 1))
+    return {name: p.detach().clone() for name, p in engine.parameters()}
+
+
+def tensors_of(run_dir: Path) -> dict[str, Tensor]:
+    return stored_tensors(list_checkpoints(run_dir / "checkpoints")[-1])
+
+
+class Break(Callback):
+    """Fails at a step, which is saved before the run ends."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, event: Event) -> None:
+        if event.step == self.step:
+            raise RuntimeError("broken off")
+
+
+@pytest.mark.slow
+def test_a_run_with_skipped_steps_is_a_loop_without_them_and_resumes(
+    settings: dict[str, Any], steps: list[GlobalStep], plants: dict[str, str], tmp_path: Path
+) -> None:
+    """Bit for bit, whole or broken off between two bad steps in a row."""
+    whole = changed(settings, run_dir=str(tmp_path / "whole"))
+    finetune(whole, objective=planted(plants))
+    expected, found = literal_loop(settings, steps), tensors_of(tmp_path / "whole")
+    assert len(expected) > 50
+    for name, weight in expected.items():
+        assert torch.equal(found[f"model.{name}"], weight), name
+    unskipped = literal_loop(settings, steps, bad=())
+    off = max(float((unskipped[name] - expected[name]).abs().max()) for name in expected)
+    assert off > 20 * CLOSE, "guard: the steps would have moved the weights"
+    broken = changed(settings, run_dir=str(tmp_path / "broken"))
+    with pytest.raises(ExtensionError, match="broken off"):
+        finetune(broken, objective=planted(plants), callbacks=[Break(4)])
+    finetune(broken, objective=planted(plants))
+    resumed = tensors_of(tmp_path / "broken")
+    assert found.keys() == resumed.keys()
+    assert all(torch.equal(found[name], resumed[name]) for name in found)
+    columns = ("step", "loss", "grad_norm", "learning_rate", "num_samples", "num_skipped")
+    assert rows(tmp_path / "whole", *columns) == rows(tmp_path / "broken", *columns)
+    for name in ("whole", "broken"):
+        check_accounts(tmp_path / name, steps, plants)
+
+
+def check_accounts(folder: Path, steps: list[GlobalStep], plants: dict[str, str]) -> None:
+    """metrics.jsonl, ledger, record, dumps and result tell of the skipped steps alike."""
+    by_step = {row["step"]: row for row in read_rows(folder / "metrics.jsonl")}
+    assert {step for step, row in by_step.items() if "skipped" in row} == set(BAD)
+    for step, row in by_step.items():
+        planned = len(keys_of(steps[step - 1]))
+        bad = step in BAD
+        assert (row["num_samples"], row["num_skipped"]) == ((0, planned) if bad else (planned, 0))
+        assert (row["loss"] is None, row["grad_norm"] is None) == (bad, bad)
+        assert row.get("skipped", False) is bad
+    run_dir = RunDir(folder)
+    lines = Ledger(run_dir.data_errors).lines()
+    listed = [key for step in BAD for key in keys_of(steps[step - 1])]
+    assert sorted(line["key"] for line in lines) == sorted(listed)
+    assert {line["class"] for line in lines} == {"skipped_step"}
+    audit = audit_run(run_dir, open_train(folder)[0])
+    assert audit.problems == [] and sum(e.skipped for e in audit.epochs) == len(listed)
+    for step in BAD:
+        dump = json.loads((run_dir.dumps / f"step-{step:08d}.json").read_text())
+        names = [key for one in dump["micro_batches"] for _, key in one["samples"]]
+        assert (dump["step"], dump["repeats"]) == (step, True) and names == keys_of(steps[step - 1])
+    result = json.loads(run_dir.result.read_text())
+    assert result["skipped_samples"] == len(listed)
+
+
+def test_a_fault_that_does_not_come_again_is_said(
+    settings: dict[str, Any], plants: dict[str, str], tmp_path: Path
+) -> None:
+    chosen = {key: place for key, place in plants.items() if place == "objective"}
+    run = changed(settings, run_dir=str(tmp_path / "run"), training__on_non_finite="stop")
+    with pytest.raises(NonFiniteError, match=r"step 5: loss sum nan.* in place, is finite: \d"):
+        finetune(run, objective=planted(chosen, transient=chosen))
+    dump = json.loads((tmp_path / "run/dumps/step-00000005.json").read_text())
+    assert dump["repeats"] is False
+    assert dump["first"]["loss_sum"] == "nan" and dump["again"]["loss_sum"] > 0
+
+
+@pytest.mark.slow
+def test_too_many_skipped_steps_end_a_run(
+    settings: dict[str, Any], plants: dict[str, str], tmp_path: Path
+) -> None:
+    run = changed(settings, run_dir=str(tmp_path / "run"), training__max_skipped_steps=3)
+    with pytest.raises(NonFiniteError, match=r"max_skipped_steps is 3 .*\(2, 4, 5\)"):
+        finetune(run, objective=planted(plants))
+    assert (tmp_path / "run/dumps/step-00000008.json").is_file()
+
+
+LAYOUTS = {
+    "ddp": {},
+    "fsdp": {"parallelism.sharding": "fsdp"},
+    "tp": {"model.backend": "mcore", "parallelism.tensor": 2},
+    "pp": {"model.backend": "mcore", "parallelism.pipeline": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.megatron] if "model.backend" in values else [])
+        for name, values in LAYOUTS.items()
+    ],
+)
+def test_all_ranks_skip_alike(
+    settings: dict[str, Any],
+    steps: list[GlobalStep],
+    plants: dict[str, str],
+    tmp_path: Path,
+    layout: str,
+) -> None:
+    """The weights are those of the loop in one process, up to the order of sums."""
+    values = changed(settings, run_dir=str(tmp_path / "run"))
+    recipe = write_recipe(tmp_path / "recipe.json", values)
+    chosen = {k: "pixels" if place == "layer" else place for k, place in plants.items()}
+    words = [f"{key}={value}" for key, value in LAYOUTS[layout].items()]
+    command = [str(PLANTED), str(recipe), json.dumps(chosen), *words]
+    done = run_ranks(command, 2, timeout=300)
+    assert done.codes == [0, 0], done.stderr[-3000:]
+    check_accounts(tmp_path / "run", steps, plants)
+    expected, found = literal_loop(settings, steps), tensors_of(tmp_path / "run")
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[f"model.{name}"], weight, rtol=0, atol=CLOSE)
+
+
+def budget(tmp_path: Path, most: int) -> Any:
+    """What decides, without its files."""
+    ledger = Ledger(None)
+    bad = BadSteps(ledger=ledger, ranks=Ranks(), folder=tmp_path, skips=True, most=most, seed=0)
+    bad._write = lambda *args: None  # type: ignore[method-assign,misc]
+    sums = StepSums(totals={"loss_sum": math.nan}, loss=math.nan, grad_norm=1.0, num_samples=2)
+    found = NonFiniteStep("it", first=Pass(sums, ()), again=Pass(sums, ()), seconds=0.0)
+    data = SimpleNamespace(micro_batches=(), epoch=0, batch=0)
+    return lambda step: bad.judge(found, cast(Any, data), step)
+
+
+def test_the_budget_is_of_the_last_thousand_steps(tmp_path: Path) -> None:
+    judge = budget(tmp_path, most=2)
+    for step in (1, WINDOW):
+        assert judge(step).is_skipped
+    assert judge(WINDOW + 1).is_skipped, "step 1 has left the window"
+    with pytest.raises(NonFiniteError, match="max_skipped_steps is 2"):
+        judge(WINDOW + 2)
+
+
+def test_ten_in_a_row_always_end_a_run(tmp_path: Path) -> None:
+    judge = budget(tmp_path, most=100)
+    judge(3)
+    for step in range(5, 5 + MOST_IN_A_ROW - 1):
+        judge(step)
+    with pytest.raises(NonFiniteError, match="10 steps in a row"):
+        judge(5 + MOST_IN_A_ROW - 1)
+
+
+class Counting(nn.Module):
+    """Writes into one buffer and replaces another; both are no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+        self.register_buffer("none", None)
+
+    def forward(self) -> Tensor:
+        self.seen += 1
+        self.scale = torch.rand(2)
+        return self.seen
+
+
+def test_buffers_and_generators_are_put_back() -> None:
+    module = Counting()
+    memory, seen = StepMemory(module), module.seen
+    for _ in range(2):  # the second time into the copies that are there
+        memory.keep()
+        state = torch.get_rng_state()
+        module()
+        assert module.seen[0] == 1 and module.scale.shape == (2,)
+        assert not torch.equal(state, torch.get_rng_state()), "guard"
+        memory.put_back()
+        assert module.seen is seen and module.seen.tolist() == [0, 0, 0]
+        assert module.scale.shape == () and module.scale == 1
+        assert torch.equal(state, torch.get_rng_state())
+
+
+def test_moments_that_are_no_numbers_are_never_skipped_over(
+    settings: dict[str, Any], plants: dict[str, str], tmp_path: Path, spoilt_moment: str
+) -> None:
+    run = changed(settings, run_dir=str(tmp_path / "run"))
+    with pytest.raises(NonFiniteError, match=rf"exp_avg of {spoilt_moment} \(NaN\), since an"):
+        finetune(run, objective=planted(plants))
+
+
+@pytest.fixture
+def spoilt_moment(monkeypatch: pytest.MonkeyPatch) -> str:
+    """One value of a moment, spoilt after the first step; its weight stays as it is."""
+    name, original = "model.language_model.norm.weight", Stepper.train
+
+    def train(self: Any, step: int, *args: Any, **options: Any) -> Any:
+        result = original(self, step, *args, **options)
+        if step == 0:
+            for kind, box, value in self.engine.owned_slices():
+                if (kind, box.name) == ("exp_avg", name):
+                    value.data[3] = math.nan
+        return result
+
+    monkeypatch.setattr(Stepper, "train", train)
+    return name
