@@ -254,6 +254,10 @@ class ReplicaError(VlmpackError):
     """Ranks that should hold the same weights, moments, data position or seeds do not."""
 
 
+class SentinelError(VlmpackError):
+    """A sample has other losses in its row than alone through the plain path."""
+
+
 class ExtensionError(VlmpackError):
     """A source, objective, metric or callback of the program's own that fails; names it."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
 
@@ -11,6 +13,32 @@ import torch
 _LIBRARY = torch.library.Library("vlmpack", "DEF")
 OPERATORS: Any = torch.ops.vlmpack
 """Those that `define` has made, by their names."""
+
+_PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
+
+
+def is_plain() -> bool:
+    """Whether this is a forward pass through the plain path: see `plain_path`."""
+    return _PLAIN.get()
+
+
+@contextmanager
+def plain_path() -> Iterator[None]:
+    """Forward passes without what makes training fast: stock modules in place of fused ones, the
+    loop over segments as attention, formulas in place of kernels, sums of products in float32.
+
+    Layers are compiled and graphs are replayed in training mode alone, so a pass in eval mode has
+    none of these either.
+    """
+    matmul: Any = torch.backends.cuda.matmul
+    rounds = matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = False
+    token = _PLAIN.set(True)
+    try:
+        yield
+    finally:
+        _PLAIN.reset(token)
+        matmul.allow_bf16_reduced_precision_reduction = rounds
 
 
 def define(schema: str, formula: Callable[..., Any], kernels: str, launch: str) -> None:
@@ -29,10 +57,12 @@ def define(schema: str, formula: Callable[..., Any], kernels: str, launch: str) 
 
 
 def launched(formula: Callable[..., Any], kernels: str, launch: str) -> Callable[..., Any]:
-    """The operator on CUDA: the kernel on its first tensor's device, or the formula in float64,
-    which kernels do not compute in. See `define`."""
+    """The operator on CUDA: the kernel on its first tensor's device. In float64, which kernels do
+    not compute in, and on the plain path it is the formula. See `define`."""
 
     def run(*args: Any) -> Any:
+        if is_plain():
+            return formula(*args)
         device = -1
         for each in args:  # a call of every norm: no function of Python more than needed
             if isinstance(each, torch.Tensor):

@@ -241,6 +241,8 @@ def test_every_key_is_either_identity_or_free(minimal):
         "data.ignore_columns=[thumbnail]",  # and what its record says
         "training.cuda_graphs=decoder",  # free: test_graph_rules
         "training.cuda_graph_max_sequences=8",
+        "training.sentinel_interval=500",  # a run is the same with it
+        "training.on_sentinel=warn",
         *IMAGES,
         *TRAINABLE,
     ]

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from vlmpack.backends import fused
 from vlmpack.backends.even_width import evened, is_uneven
 from vlmpack.backends.label_operators import OPERATORS
+from vlmpack.kernel_operators import is_plain
 
 CHUNK_BYTES = 128 << 20
 """Largest size of the float32 logits held at once: what fits caches of a CPU's memory system."""
@@ -247,7 +248,8 @@ def linear_cross_entropy(
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):  # cast here: backward runs outside autocast
         hidden = hidden.to(torch.get_autocast_dtype(kind))
-    kernels, vocabulary = shard is None and has_kernels(hidden), weight.shape[0]
+    kernels = shard is None and has_kernels(hidden) and not is_plain()
+    vocabulary = weight.shape[0]
     is_padded = kernels and is_uneven(vocabulary, hidden.dtype)
     weight = evened(weight, 0, hidden.dtype) if is_padded else weight.to(hidden.dtype)
     rows = rows_per_chunk or chunk_rows(vocabulary, cuda=hidden.is_cuda, kernels=kernels)

@@ -108,9 +108,13 @@ class Engine(Protocol):
     """A model that can be trained, with whatever parallelism the engine knows."""
 
     device: torch.device
+    compute_dtype: torch.dtype
     ranks: Ranks
     module: nn.Module
     """What forward steps call with a batch."""
+
+    draws: bool
+    """Whether its layers draw random numbers while they train."""
 
     description: dict[str, str]
     """What was chosen (engine, dtype, attention, sharding ...), for the log and the report."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from vlmpack.backends.engine import Engine
 from vlmpack.build.extensions import NO_EXTENSIONS, Extensions
 from vlmpack.distributed import Ranks
 from vlmpack.recipe import Recipe
+from vlmpack.recipe.derived import multiples
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.trainable import OptimSection
 from vlmpack.training.objective import Objective, objective_of
 from vlmpack.training.reference import without_adapters
 from vlmpack.training.run_dir import RunDir
+from vlmpack.training.sentinel import Sentinel
 from vlmpack.training.step import Schedule, Stepper, TrainabilityCheck
 
 
@@ -23,6 +27,7 @@ class ObjectiveSpec:
 
     Args:
         dropout_seed: of the adapters' dropout; None where they have none.
+        sentinel: makes the sentinel of an engine; None for none.
     """
 
     section: ObjectiveSection
@@ -31,10 +36,20 @@ class ObjectiveSpec:
     optim: OptimSection
     dropout_seed: int | None
     reference_folder: Path
+    sentinel: Callable[..., Sentinel] | None = None
 
 
 def objective_spec(recipe: Recipe, extensions: Extensions = NO_EXTENSIONS) -> ObjectiveSpec:
-    folder = recipe.objective.reference_dir
+    folder, training = recipe.objective.reference_dir, recipe.training
+    sentinel = None
+    if training.sentinel_interval is not None:
+        sentinel = partial(
+            Sentinel,
+            interval=training.sentinel_interval,
+            on_difference=training.on_sentinel,
+            seed=training.seed,
+            multiples=multiples(recipe.parallelism),
+        )
     return ObjectiveSpec(
         section=recipe.objective,
         own=extensions.objective,
@@ -42,6 +57,7 @@ def objective_spec(recipe: Recipe, extensions: Extensions = NO_EXTENSIONS) -> Ob
         optim=recipe.optim,
         dropout_seed=recipe.training.seed if recipe.trainable.drops() else None,
         reference_folder=RunDir(Path(recipe.run_dir)).reference if folder is None else Path(folder),
+        sentinel=sentinel,
     )
 
 
@@ -59,4 +75,5 @@ def build_stepper(
         check=TrainabilityCheck(engine, ranks),
         dropout_seed=spec.dropout_seed,
         reference=without_adapters if in_step else None,
+        sentinel=None if spec.sentinel is None else spec.sentinel(engine=engine),
     )

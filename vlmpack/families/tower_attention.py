@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmpack.attention import VarlenAttention, choose_attention
+from vlmpack.attention import VarlenAttention, choose_attention, segment_attention
 from vlmpack.attention.eager import eager
 from vlmpack.errors import CapabilityError
+from vlmpack.kernel_operators import is_plain
 from vlmpack.packing import Media, PackedSeqParams, move_batch
 from vlmpack.packing.batch import TowerInputs, TowerRule, TowerSegments
 
@@ -78,7 +79,7 @@ def tower_attention(
     segments = _segments(tower_inputs, cu_seq_lens_q)
     # Rotary leaves queries and keys in float32 under autocast; kernels want one dtype.
     q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    function = _best_attention(value.device, value.dtype)
+    function = segment_attention if is_plain() else _best_attention(value.device, value.dtype)
     output = function(q, k, v, _params(segments), causal=False, scale=options.get("scaling"))
     return output[None], None
 

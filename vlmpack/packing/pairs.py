@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from vlmpack.errors import PackingError
-from vlmpack.packing.batch import IGNORE_INDEX, Batch, BatchT, EncodedSample, PackedBatch
+from vlmpack.packing.batch import (
+    IGNORE_INDEX,
+    Batch,
+    BatchT,
+    EncodedSample,
+    ImageOwners,
+    Media,
+    PackedBatch,
+)
+from vlmpack.packing.image_owners import select_images
 
 
 def join_pair(chosen: EncodedSample, rejected: EncodedSample) -> EncodedSample:
@@ -111,3 +120,60 @@ def identical_pairs(batch: Batch) -> tuple[int, ...]:
         whole = [row[:length] for row, length in zip(batch.input_ids, batch.lengths, strict=True)]
     pairs = zip(whole[::2], whole[1::2], strict=True)
     return tuple(place for place, pair in enumerate(pairs) if torch.equal(*pair))
+
+
+def slots_of(batch: Batch, place: int) -> Tensor:
+    """(s,) int64, the flattened slots of a sample's tokens, as `EncodedSample` has them.
+
+    Args:
+        place: of the sample in `batch.keys`.
+    """
+    each = len(batch.lengths) // len(batch.keys)
+    sequences = range(place * each, (place + 1) * each)
+    if isinstance(batch, PackedBatch):
+        starts = [*accumulate(batch.segment_lengths, initial=0)]
+        paths = batch.segments_of_sequences
+        runs = [(starts[n], batch.segment_tokens[n]) for one in sequences for n in paths[one]]
+    else:
+        width = batch.input_ids.shape[1]
+        runs = [(one * width, batch.lengths[one]) for one in sequences]
+    return torch.cat([torch.arange(start, start + length) for start, length in runs])
+
+
+def sample_in(batch: Batch, place: int) -> EncodedSample:
+    """A sample as it was before it came into a batch, which is on CPU.
+
+    Args:
+        place: of the sample in `batch.keys`.
+    """
+    slots, given = slots_of(batch, place), batch.media_positions
+    each = len(batch.lengths) // len(batch.keys)
+    lengths = batch.lengths[place * each : (place + 1) * each]
+    sources = batch.media_sources
+    features = torch.full((batch.num_slots,), -1)
+    features[given] = torch.arange(len(given)) if sources is None else sources
+    shown = features[slots]
+    media = None
+    if batch.media is not None:
+        first = shown[: lengths[0]]  # the other sequence of a pair shows the same images
+        media = _images_of(batch.media, first[first >= 0])
+    return EncodedSample(
+        key=batch.keys[place],
+        input_ids=batch.input_ids.flatten()[slots],
+        labels=batch.labels.flatten()[slots],
+        position_ids=batch.position_ids.flatten(1)[:, slots],
+        media=media,
+        media_positions=(shown >= 0).nonzero()[:, 0],
+        sequences=lengths if batch.num_pairs else (),
+    )
+
+
+def _images_of(media: Media, features: Tensor) -> Media | None:
+    """The images that these features are all of; None for no features."""
+    ends = torch.tensor(media.num_tokens).cumsum(0)
+    numbers = torch.searchsorted(ends, features, right=True).unique_consecutive().tolist()
+    chosen, owners = select_images(media, numbers), media.owners
+    if chosen is None or owners is None:
+        return chosen
+    ranks = tuple(owners.ranks[n] for n in numbers)
+    return replace(chosen, owners=ImageOwners(ranks, owners.rank, owners.size))

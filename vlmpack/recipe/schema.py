@@ -390,6 +390,15 @@ class TrainingSection(Section):
     """Most samples of a row that fits the graph. A row with more runs without it, and is counted.
     `auto` takes the fullest row of a dry run of the packer, rounded up to a multiple of 8."""
 
+    sentinel_interval: Count | None = None
+    """Optimizer steps between two looks of the sentinel. It runs one sample of a trained row alone,
+    without fused layers, kernels and graphs, and compares the losses of its tokens. A run is the
+    same with it. 500 is a good value. If null, it never looks."""
+
+    on_sentinel: Literal["stop", "warn"] = "stop"
+    """What happens if these losses differ beyond the bound of the compute dtype. `stop` ends the
+    run before the optimizer step. `warn` logs it."""
+
     verify: bool = False
     """Before the first step, do what `vlmpack verify` does, on 8 samples in float32. Stop if packed
     samples do not compute what each computes alone. This loads the model twice more."""

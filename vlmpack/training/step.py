@@ -34,6 +34,7 @@ from vlmpack.recipe.trainable import Component, OptimSection
 from vlmpack.training.checkpoint.index import random_state, restore_random_state
 from vlmpack.training.objective import VOTES, Counts, Objective, ratios
 from vlmpack.training.reference import StartCheck
+from vlmpack.training.sentinel import Sentinel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +166,7 @@ class Stepper:
         reference: gives batches of pairs their reference in each step; None where they come with
             it, or need none.
         start: looks at the first step of a run of pairs; None for no look.
+        sentinel: compares a sample with itself alone every some steps; None for never.
     """
 
     engine: Engine
@@ -176,6 +178,7 @@ class Stepper:
     dropout_seed: int | None = None
     reference: Callable[[Engine, Sequence[Batch]], list[Batch]] | None = None
     start: StartCheck | None = None
+    sentinel: Sentinel | None = None
     memory: StepMemory = field(init=False)
 
     def __post_init__(self) -> None:
@@ -208,6 +211,7 @@ class Stepper:
             NonFiniteError: the same, and weights or moments are not finite themselves.
             TrainabilityError: what is trained is not what the recipe says.
             ReferenceCacheError: the first step's policy is not its reference.
+            SentinelError: a sample has other losses in its row than alone.
         """
         started = time.perf_counter()
         self.memory.keep()
@@ -225,6 +229,9 @@ class Stepper:
             num_writing=int(writing),
         )
         names = names or [batch.keys for batch in batches]
+        sentinel = self.sentinel if self.sentinel and self.sentinel.is_due(step) else None
+        if sentinel is not None:
+            objective = sentinel.watched(objective)
         made = self._pass(step, objective, batches, names, counts)
         result, computed = made.sums, time.perf_counter()
         if not result.is_finite:
@@ -238,6 +245,10 @@ class Stepper:
             raise NonFiniteStep(message, first=made, again=again, seconds=seconds)
         if start is not None:
             start.judge(batches)
+        if sentinel is not None:
+            self.memory.keep()
+            sentinel.compare(step, batches, self.objective)
+            self.memory.put_back()
         if result.loss is not None:  # a global batch of holes teaches nothing, on every rank alike
             self._update(step, result, check)
         return result, {

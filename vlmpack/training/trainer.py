@@ -21,6 +21,7 @@ from vlmpack.errors import (
     ObjectiveError,
     Preempted,
     ReplicaError,
+    SentinelError,
     TrainabilityError,
 )
 from vlmpack.recipe.schema import CheckpointSection
@@ -43,7 +44,13 @@ from vlmpack.training.stop import StopFlag
 logger = logging.getLogger("vlmpack")
 
 
-_OF_ALL_RANKS = (NonFiniteError, ReplicaError, TrainabilityError, DataLimitError)
+_OF_ALL_RANKS = (
+    NonFiniteError,
+    ReplicaError,
+    SentinelError,
+    TrainabilityError,
+    DataLimitError,
+)
 """Errors that are raised on all ranks alike, so that a checkpoint can still be published."""
 
 

@@ -44,6 +44,7 @@ from vlmpack.backends.linear_layers import (
     operands,
     state_of,
 )
+from vlmpack.kernel_operators import is_plain
 
 
 def fuse_adapters(model: nn.Module) -> None:
@@ -108,7 +109,7 @@ class _AdaptedLayer:
             output = group.take(self, x)
             if output is not None:
                 return output
-        parts = None if args or kwargs else self._parts()
+        parts = None if args or kwargs or is_plain() else self._parts()
         if parts is not None and torch.compiler.is_compiling():
             return _traced(parts, x)
         if parts is None:

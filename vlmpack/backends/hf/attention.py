@@ -14,11 +14,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vlmpack.attention import AttentionChoice, BlockMasks, dense_attention
+from vlmpack.attention import (
+    AttentionChoice,
+    BlockMasks,
+    VarlenAttention,
+    dense_attention,
+    segment_attention,
+)
 from vlmpack.attention.eager import eager
 from vlmpack.attention.prefix_attention import PrefixAttention
 from vlmpack.errors import CapabilityError
+from vlmpack.kernel_operators import is_plain
 from vlmpack.packing import PackedSeqParams
+
+
+def _own(choice: AttentionChoice) -> VarlenAttention:
+    """What runs: the choice, or on the plain path the loop over segments."""
+    return segment_attention if is_plain() else choice.function
 
 
 @eager
@@ -80,7 +92,7 @@ def _attend(
         # Under autocast rotary leaves queries and keys in float32 while values are bfloat16;
         # varlen kernels, unlike scaled_dot_product_attention, are not on autocast's list.
         shares = params.prefix_tree is not None
-        function = PrefixAttention(choice, options.get("prefix_row")) if shares else choice.function
+        function = PrefixAttention(choice, options.get("prefix_row")) if shares else _own(choice)
         output = function(
             query.squeeze(0).transpose(0, 1).to(value.dtype),
             key.squeeze(0).transpose(0, 1).to(value.dtype),

@@ -128,8 +128,8 @@ class HFEngine:
         # A class of the generic family may have trained weights that no sample reaches.
         stranger = encoder.family.proven_by_verify
         self.fused, why_none = _fused(loaded, model, ranks.device, narrow=not stranger)
-        draws = self._draws(loaded, model, captures=compute.captures)
-        recompute_layers(loaded, model.recomputed, draws=draws)
+        self.draws = self._draws(loaded, model, captures=compute.captures)
+        recompute_layers(loaded, model.recomputed, draws=self.draws)
         apply_policy(loaded, self.paths, policy, device=ranks.device, compute_dtype=compute.dtype)
         narrow = self._narrowed(loaded) if self._is_narrow() else 0
         self.components: Sequence[ComponentCount] = count_components(

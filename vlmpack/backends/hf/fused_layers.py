@@ -39,6 +39,7 @@ from vlmpack.backends.hf.fused_rotation import (
 )
 from vlmpack.backends.hf.probes import read_by_products, small_copy, tried
 from vlmpack.backends.row_operators import FORMS, WIDEST, NormForm
+from vlmpack.kernel_operators import is_plain
 
 _EPS = ("variance_epsilon", "eps")
 _WIDTH = 64
@@ -68,6 +69,9 @@ class _FusedNorm:
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
+        if is_plain():
+            own: Tensor = super().forward(hidden_states)  # type: ignore[misc]
+            return own
         fused = self.fused
         (form, eps), ran = fused.form, fused.ran
         dtype = autocast_dtype(hidden_states) if fused.narrows else None
@@ -85,6 +89,9 @@ class _FusedMLP:
 
     def forward(self, hidden_state: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
+        if is_plain():
+            own: Tensor = super().forward(hidden_state)  # type: ignore[misc]
+            return own
         dtype = autocast_dtype(hidden_state) or hidden_state.dtype
         if is_uneven_mlp(self, hidden_state, dtype):
             return even_mlp(self, hidden_state, dtype, self._product)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from vlmpack.backends.fused import FusedOps, Rotate
 from vlmpack.backends.hf.probes import WRONG, tried
 from vlmpack.backends.row_operators import rotated
+from vlmpack.kernel_operators import is_plain
 
 _DIM = "unsqueeze_dim"
 _KINDS = (("q", "k", "cos", "sin"), ("x", "cos", "sin"))
@@ -80,6 +81,8 @@ class Rotation:
         names = tuple(given)[: self.heads + 2]
 
         def turn(*args: Any, **options: Any) -> Any:
+            if is_plain():
+                return self.own(*args, **options)
             bound = {**defaults, **dict(zip(given, args, strict=False)), **options}
             *tensors, cos, sin = [bound[name] for name in names]
             dim = self.dim if self.dim is not None else bound[_DIM]

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from vlmpack.attention.eager import eager
 from vlmpack.errors import CapabilityError
+from vlmpack.kernel_operators import is_plain
 from vlmpack.recurrence import (
     KINDS,
     Kind,
@@ -37,6 +38,7 @@ from vlmpack.recurrence import (
     RecurrenceChoice,
     RowSegments,
     StepSize,
+    choose_recurrence,
     recorded_by,
 )
 
@@ -278,8 +280,11 @@ class _Replacement:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         row = kwargs.pop(ROW_ARGUMENT, None)
         if row is not None:
-            listener = _LISTENER.get()
-            choice = self.choice if listener is None else recorded_by(listener, self.choice)
+            listener, choice = _LISTENER.get(), self.choice
+            if is_plain():
+                choice = choose_recurrence("torch", device=args[0].device, dtype=args[0].dtype)
+            if listener is not None:
+                choice = recorded_by(listener, choice)
             return KERNELS[self.name].ours(choice, row, *args, **kwargs)
         if _PACKED_ROW.get():
             raise CapabilityError(

@@ -148,7 +148,7 @@ class MegatronEngine:
         refuse_adapters(policy, transformer_engine=on_te)
         self.ranks, self.config, self.split, self.policy = ranks, model, split, policy
         self.device, self.compute_dtype = ranks.device, compute.dtype
-        self.optimizer_steps = 0
+        self.optimizer_steps, self.draws = 0, policy.lora is not None and policy.lora.dropout > 0
         folder, family = Path(model.path), encoder.family
         self.skeleton = model_skeleton(family.auto_class(), folder)
         self.paths = family.modules
