@@ -60,7 +60,7 @@ def rows_of(pattern: str, folder: Path) -> tuple[Any, Any]:
     index = IndexBuilder(FETCHER)
     lengths = LengthsBuilder(index, folder, PackEncoder())
     found = open_index(expand_shards([pattern], key="k"), index, settings)
-    return found[0].table.to_pylist(), open_lengths(found, lengths, settings)[0].to_pylist()
+    return found[0].table.to_pylist(), open_lengths(found, lengths, settings)[0].table().to_pylist()
 
 
 @pytest.mark.parametrize("kind", ["index", "lengths"])

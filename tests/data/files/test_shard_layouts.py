@@ -154,7 +154,7 @@ def test_lengths_are_those_of_the_turns_in_one_pass_and_apart(name: str, tmp_pat
         found = open_index(stamps, index if apart else ShardBuilder.of(builder), settings)
         made = len(list(folder.glob("*.lengths.part")))
         assert made == (0 if apart else len(stamps))
-        return found, [t.to_pylist() for t in open_lengths(found, builder, settings)]
+        return found, [t.table().to_pylist() for t in open_lengths(found, builder, settings)]
 
     _, wanted = lengths(theirs, tmp_path / "t", apart=True)
     found, measured = lengths(ours, tmp_path / "o", apart=True)

@@ -147,6 +147,6 @@ def test_a_part_that_never_reads_back_is_a_named_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pattern = write_shards(tmp_path, 2, per_shard=2)
-    monkeypatch.setattr("vlmpack.data.index.parts.read_part", lambda path: None)
+    monkeypatch.setattr("vlmpack.data.index.parts.open_part", lambda path: None)
     with pytest.raises(DataError, match=r"does not read back.*data\.index_dir"):
         rows_of(pattern, tmp_path / "i")

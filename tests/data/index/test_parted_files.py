@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from support.families import TINY_MODEL
 
@@ -14,11 +18,10 @@ from vlmpack.data.files.form import FormOptions
 from vlmpack.data.files.samples import RecordFiles
 from vlmpack.data.files.source_form import find_forms
 from vlmpack.data.files.texts import JsonLines
-from vlmpack.data.index import lengths as lengths_module
-from vlmpack.data.index import shard_index
+from vlmpack.data.index import lengths, parts, shard_index
 from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder
 from vlmpack.data.index.parts import part_for, read_part
-from vlmpack.data.index.shard_index import IndexBuilder
+from vlmpack.data.index.shard_index import IndexBuilder, IndexRow
 from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.encode import Encoder
 from vlmpack.errors import DataError
@@ -90,7 +93,7 @@ def test_parts_are_those_of_one_process(
 ) -> None:
     expected = made(stamp, tmp_path / "one", processes=1, apart=apart)
     monkeypatch.setattr(shard_index, "PIECE_BYTES", PIECE)
-    monkeypatch.setattr(lengths_module, "SLICE", 50)
+    monkeypatch.setattr(shard_index, "GROUP_ROWS", 50)
     assert len(RecordFiles(LocalFetcher(), CAPS).pieces(stamp, PIECE)) > 10, "guard"
     found = made(stamp, tmp_path / "two", processes=2, apart=apart)
     assert found == expected
@@ -98,6 +101,39 @@ def test_parts_are_those_of_one_process(
     faults = {row["reason"].split(":")[0].split(";")[0] for row in rows if row["reason"]}
     assert len(rows) == 121 + 10 + 3 + 8 and len(faults) == 3
     assert json.loads(schema.metadata[b"vlmpack.unknown_keys"]) == {"unread": 24}
+
+
+@pytest.mark.parametrize("is_parted", [True, False])
+def test_few_rows_of_a_large_file_are_held_at_a_time(
+    stamp: ShardStamp, is_parted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is indexed, and while its parts are read; no more for a longer file."""
+    held: list[int] = []
+    to_table = shard_index.to_table
+
+    def spy(rows: Sequence[IndexRow]) -> Any:
+        held.append(sum(isinstance(each, IndexRow) for each in gc.get_objects()))
+        return to_table(rows)
+
+    monkeypatch.setattr(shard_index, "to_table", spy)
+    monkeypatch.setattr(lengths, "to_table", spy)
+    monkeypatch.setattr(shard_index, "GROUP_ROWS", 10)
+    monkeypatch.setattr(parts, "WHOLE_BYTES", 100)
+    if is_parted:
+        monkeypatch.setattr(shard_index, "PIECE_BYTES", PIECE)
+    found = made(stamp, tmp_path / "i", processes=1, apart=False)
+    assert len(held) >= 15 and max(held) <= 20
+    for path in (tmp_path / "i").glob("*.part"):
+        opened = parts.open_part(str(path))
+        assert opened is not None and opened.num_rows == sum(opened.group_sizes) == 142
+        groups = [table.num_rows for table in opened.groups()]
+        assert groups == opened.group_sizes and len(groups) >= 15 and max(groups) <= 10
+        whole = pq.read_table(pa.BufferReader(path.read_bytes()[: -parts.SEAL_BYTES]))
+        assert whole.to_pylist() in [rows for rows, _ in found.values()]  # type: ignore[misc]
+        path.write_bytes(path.read_bytes()[:200])
+        with pytest.raises(DataError, match=f"{path.name} cannot be read any more"):
+            list(opened.groups())
+        assert parts.open_part(str(path)) is None
 
 
 @pytest.mark.parametrize("num_bytes", [1, 500, PIECE, 1 << 20])

@@ -26,7 +26,7 @@ from support.shard_fakes import (
 from vlmpack.data.index import columns_file, parts, table, table_file
 from vlmpack.data.index.columns_file import ColumnsWriter, open_columns
 from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder, open_lengths
-from vlmpack.data.index.parts import BuildSettings, read_part
+from vlmpack.data.index.parts import BuildSettings, open_part
 from vlmpack.data.index.shard_index import IndexBuilder, open_index
 from vlmpack.data.index.table import chosen
 from vlmpack.data.index.table_file import MOST_KEPT
@@ -47,9 +47,9 @@ def opened(monkeypatch: Any) -> list[str]:
 
     def spy(path: str) -> Any:
         names.append(Path(path).name)
-        return read_part(path)
+        return open_part(path)
 
-    monkeypatch.setattr(parts, "read_part", spy)
+    monkeypatch.setattr(parts, "open_part", spy)
     return names
 
 
@@ -108,7 +108,7 @@ def test_columns_are_those_of_the_parts(
     shards = open_index(expand_shards([pattern], key="k"), index, settings)
     lengths = open_lengths(shards, LengthsBuilder(index, tmp_path / "i", FakeEncoder()), settings)
     rows = [row for shard in shards for row in shard.table.to_pylist()]
-    measured = [row for each in lengths for row in each.to_pylist()]
+    measured = [row for each in lengths for row in each.table().to_pylist()]
     assert len(rows) == held.num_samples > 60
     assert held.keys[:] == [row["key"] for row in rows]
     for name, column in zip(("offset", "length", "crc32"), NAMES, strict=False):

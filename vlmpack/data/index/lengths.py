@@ -7,8 +7,8 @@ template cannot render becomes a row with a reason. A probe encodes a few sample
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,14 +19,15 @@ import pyarrow as pa
 from vlmpack.activity import ACTIVITY
 from vlmpack.data.files.samples import RecordFiles, place_of_key
 from vlmpack.data.files.shard_samples import shard_documents
-from vlmpack.data.files.texts import Lines
 from vlmpack.data.index.parts import (
     BuildSettings,
     Part,
+    PartRows,
+    PartWriter,
     load_part,
     open_parts,
     part_for,
-    write_part,
+    part_writer,
 )
 from vlmpack.data.index.shard_index import (
     IndexBuilder,
@@ -38,7 +39,7 @@ from vlmpack.data.index.shard_index import (
     unknown_keys_of,
 )
 from vlmpack.data.protocols import ImageSize
-from vlmpack.data.shards.samples import cook_text
+from vlmpack.data.shards.samples import RawSample, cook_text
 from vlmpack.data.shards.turns import record_key
 from vlmpack.encode import Encoder
 from vlmpack.encode.decode import oriented_size
@@ -50,8 +51,6 @@ from vlmpack.storage.fetch import ShardStamp
 LENGTHS_RULE = "lengths-2"
 """Changes whenever this file's own part of the rule does; the encoder brings its fingerprint."""
 
-SLICE = 65_536
-"""Rows of an index that are measured at a time, where the shard is there already."""
 TEXTS_AT_ONCE = 256
 """JSON members that are asked for together."""
 
@@ -192,14 +191,9 @@ class LengthsBuilder:
         [shard] = open_index([stamp], self.index, BuildSettings(directory=self.index_dir))
         if shard.stamp != part.stamp:
             raise integrity_error("the shard changed after it was indexed", shard=part.stamp.path)
-        slices = [shard.table.slice(n, SLICE) for n in range(0, shard.num_samples, SLICE)]
-        tables = self.index.each(partial(self.table_of, shard.stamp), slices or [shard.table])
-        self.write(part, [*tables])
-
-    def write(self, part: Part, tables: Sequence[Any]) -> None:
-        """Writes the part from its rows."""
-        facts = {k: v for table in tables for k, v in (table.schema.metadata or {}).items()}
-        write_part(part.path, pa.concat_tables(tables), facts)
+        with part_writer(part.path) as writer:
+            for table in self.index.each(partial(self.table_of, shard.stamp), shard.rows.groups()):
+                writer.add(table)
 
     def table_of(self, stamp: ShardStamp, index: Any) -> Any:
         """The lengths of some rows of a shard's index.
@@ -267,7 +261,7 @@ class ShardBuilder(IndexBuilder):
         index = lengths.index
         return cls(index.fetcher, index.caps, index.each_answer, index.processes, lengths=lengths)
 
-    def piece(self, stamp: ShardStamp, lines: Lines | None) -> Piece:
+    def piece(self, stamp: ShardStamp, samples: Iterable[RawSample]) -> Piece:
         """See IndexBuilder; with lengths."""
         measured: list[dict[str, Any] | None] = []
 
@@ -279,7 +273,7 @@ class ShardBuilder(IndexBuilder):
                 else self.lengths.measure(SampleText(sample, sizes, row.image_digests))
             )
 
-        rows = self.scan(stamp, note, lines)
+        rows = self.rows(samples, note)
         lengths = [
             length
             if row.reason is None and length is not None
@@ -288,16 +282,15 @@ class ShardBuilder(IndexBuilder):
         ]
         return to_table(rows), unknown_keys_of(rows), self.lengths.as_table(lengths)
 
-    def write(self, part: Part, table: Any, pieces: Sequence[Piece]) -> None:
-        """See IndexBuilder; the lengths are there before the index is."""
-        self.lengths.write(self.lengths.part(part.stamp), [lengths for _, _, lengths in pieces])
-        IndexBuilder.write(self, part, table, pieces)
+    def lengths_writer(self, stamp: ShardStamp) -> AbstractContextManager[PartWriter | None]:
+        """See IndexBuilder."""
+        return part_writer(self.lengths.part(stamp).path)
 
 
 def open_lengths(
     indexes: Sequence[ShardIndex], builder: LengthsBuilder, settings: BuildSettings
-) -> list[Any]:
-    """The lengths of every shard, as pyarrow tables in the order of the indexes.
+) -> list[PartRows]:
+    """The lengths of every shard, in the order of the indexes.
 
     Raises:
         DataError: the first shard in order that cannot be read.
@@ -308,43 +301,33 @@ def open_lengths(
         parts,
         builder,
         settings,
-        lambda place, table: _is_of(indexes[place], table, builder),
+        lambda place, rows: _is_of(indexes[place], rows, builder),
         what="lengths",
     )
 
 
-def load_lengths(part: Part, index: ShardIndex, builder: LengthsBuilder) -> Any:
+def load_lengths(part: Part, index: ShardIndex, builder: LengthsBuilder) -> PartRows:
     """One shard's lengths from their part, which is made again where it is damaged."""
-    return load_part(part, builder, lambda table: _is_of(index, table, builder))
+    return load_part(part, builder, lambda rows: _is_of(index, rows, builder))
 
 
-def measured(index: ShardIndex, builder: IndexBuilder) -> Any:
+def measured(index: ShardIndex, builder: IndexBuilder) -> PartRows:
     """What says which samples of a shard can be used: its lengths, or its index where no encoder
     measures them."""
     if not isinstance(builder, ShardBuilder):
-        return index.table
+        return index.rows
     return load_lengths(builder.lengths.part(index.stamp), index, builder.lengths)
 
 
-def _is_of(index: ShardIndex, table: Any, builder: LengthsBuilder) -> bool:
-    said = objects_said([table])
+def _is_of(index: ShardIndex, rows: PartRows, builder: LengthsBuilder) -> bool:
+    said = objects_said(rows)
     fits = not said or said == builder.encoder.objects_said
-    return fits and bool(table.num_rows == index.num_samples)
+    return fits and rows.group_sizes == index.rows.group_sizes
 
 
-def objects_said(tables: Sequence[Any]) -> str:
+def objects_said(rows: PartRows) -> str:
     """How the objects were written that lengths are of; empty where no sample has some."""
-    found = {(table.schema.metadata or {}).get(OBJECTS, b"") for table in tables}
-    return b"".join(sorted(found)).decode()
-
-
-def lengths_digest(tables: Sequence[Any]) -> str:
-    """Says which lengths a plan was made from."""
-    digest = hashlib.blake2b(digest_size=16)
-    for table in tables:
-        for batch in table.column("num_tokens").chunks:
-            digest.update(batch.to_numpy(zero_copy_only=False).tobytes())
-    return digest.hexdigest()
+    return rows.facts.get(OBJECTS, b"").decode()
 
 
 def _bad_row(error_class: str, reason: str) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
     a part        <parquet bytes> <BLAKE2b-128 of the file's name and of these bytes>
 
+It is written and read row group by row group, so a large one takes little memory.
+
 A part's name has the shard's path, size and version, and the rule that made it. So a changed shard
 simply has no part yet. Parquet's own checksums leave out its footer, where one flipped bit can drop
 rows. So the digest is checked before a part is parsed.
@@ -22,12 +24,12 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -50,57 +52,205 @@ from vlmpack.whole_file import written_whole
 SUFFIX = ".part"
 """No parquet reader takes such a file as it is, so it is not called one."""
 SEAL_BYTES = 16
+WHOLE_BYTES = 4 << 20
+"""A part of at most so many bytes is read at once; of a larger one, one row group at a time."""
 _FORMAT = FORMAT.encode()
 
 
-def write_part(path: str, table: Any, metadata: dict[bytes, bytes]) -> None:
-    """Write a part atomically: temporary file, rename.
+class PartWriter:
+    """Writes a part's row groups as they come.
+
+    Args:
+        facts: kept with the rows; the metadata of each table are added to them.
+    """
+
+    def __init__(self, stream: BinaryIO, path: str) -> None:
+        self.facts: dict[bytes, bytes] = {_FORMAT: str(INDEX.number).encode()}
+        self._stream, self._seal = stream, _seal_of(path)
+        self._tables: Any = None
+
+    def add(self, table: Any) -> None:
+        """A pyarrow table, whose rows are a row group."""
+        if self._tables is None:
+            sink = pa.PythonFile(self, "w")
+            self._tables = pq.ParquetWriter(
+                sink, table.schema.remove_metadata(), compression="zstd"
+            )
+        self.facts |= table.schema.metadata or {}
+        self._tables.write_table(table.replace_schema_metadata(None))
+
+    def finish(self) -> None:
+        """Writes the facts and the seal."""
+        self._tables.add_key_value_metadata(self.facts)
+        self._tables.close()
+        self._stream.write(self._seal.digest())
+
+    closed = False
+
+    def write(self, data: bytes) -> int:
+        """See BinaryIO; called by pyarrow."""
+        self._seal.update(data)
+        return self._stream.write(data)
+
+    def flush(self) -> None:
+        """See BinaryIO."""
+
+
+@contextmanager
+def part_writer(path: str) -> Iterator[PartWriter]:
+    """Writes a part atomically: temporary file, rename.
 
     Raises:
         DataError: class `transport`, where the folder cannot be written.
     """
-    content = io.BytesIO()
-    facts = {_FORMAT: str(INDEX.number).encode(), **metadata}
-    pq.write_table(table.replace_schema_metadata(facts), content, compression="zstd")
-    content.write(seal(path, content.getbuffer()))
     try:
-        with written_whole(Path(path), flush=False) as file:
-            file.write(content.getbuffer())
+        with written_whole(Path(path), flush=False) as stream:
+            writer = PartWriter(stream, path)
+            yield writer
+            writer.finish()
     except OSError as error:
         raise unwritable(path, error) from error
 
 
-def read_part(path: str) -> Any | None:
-    """The part as a pyarrow table; None where it is missing or damaged, so that it is remade."""
+def write_part(path: str, table: Any, metadata: dict[bytes, bytes]) -> None:
+    """A part of one row group.
+
+    Raises:
+        DataError: as `part_writer`.
+    """
+    with part_writer(path) as writer:
+        writer.add(table.replace_schema_metadata(metadata))
+
+
+class _Body(io.RawIOBase):
+    """A part's bytes in front of its seal."""
+
+    def __init__(self, stream: Any, size: int) -> None:
+        self._stream, self._size = stream, size
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence == os.SEEK_END:
+            offset, whence = self._size + offset, os.SEEK_SET
+        return int(self._stream.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._stream.tell())
+
+    def read(self, size: int = -1) -> bytes:
+        left = self._size - self._stream.tell()
+        data: bytes = self._stream.read(left if size < 0 else min(size, left))
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class PartRows:
+    """The rows of a part that is as it was written.
+
+    Args:
+        facts: what its writer said of them.
+        first: its first row group, a pyarrow table.
+    """
+
+    path: str
+    file: Any
+    facts: Mapping[bytes, bytes]
+    first: Any
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """Rows of each row group."""
+        sizes = self.file.metadata
+        return [sizes.row_group(n).num_rows for n in range(sizes.num_row_groups)]
+
+    @property
+    def num_rows(self) -> int:
+        """All of them."""
+        return int(self.file.metadata.num_rows)
+
+    def groups(self) -> Iterator[Any]:
+        """The row groups as pyarrow tables, one in memory at a time.
+
+        Raises:
+            DataError: class `integrity`: the file was cut meanwhile, or its disk is failing.
+        """
+        yield self.first
+        for number in range(1, self.file.num_row_groups):
+            try:
+                group = self.file.read_row_group(number, use_threads=False)
+            except (OSError, pa.ArrowException) as error:
+                raise integrity_error(
+                    f"the index file {self.path} cannot be read any more ({error}). Start again, "
+                    "and it is made again"
+                ) from error
+            yield group.replace_schema_metadata(self.facts)
+
+    def table(self) -> Any:
+        """All rows as a pyarrow table.
+
+        Raises:
+            DataError: as `groups`.
+        """
+        return pa.concat_tables(self.groups())
+
+
+def open_part(path: str) -> PartRows | None:
+    """The rows of a part; None where it is missing or damaged, so that it is remade.
+
+    Its bytes are compared with the seal. Those of a large part are not kept in memory.
+    """
     try:
-        with open(path, "rb") as stream:  # noqa: PTH123 - every shard of a launch comes by here
-            content = stream.read()
+        stream = pa.OSFile(path)
+        size = stream.size()
+        found, content = _seal_of(path), b""
+        for left in range(size - SEAL_BYTES, 0, -WHOLE_BYTES):
+            content = stream.read(min(left, WHOLE_BYTES))
+            found.update(content)
+        sealed = stream.read() == found.digest()
     except FileNotFoundError:
         return None
     except OSError as error:
         refuse_full_table(error)
         logger.warning("the index file %s cannot be read (%s); it is made again", path, error)
         return None
-    data = memoryview(content)[:-SEAL_BYTES]
-    if content[-SEAL_BYTES:] == seal(path, data):
+    if sealed:
+        body = size - SEAL_BYTES
+        source = pa.BufferReader(content) if body <= WHOLE_BYTES else _Body(stream, body)
         try:
-            table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
+            file = pq.ParquetFile(source)
+            some = file.num_row_groups > 1
+            first = (
+                file.read_row_group(0, use_threads=False) if some else file.read(use_threads=False)
+            )
         except (OSError, pa.ArrowException):
             pass  # sealed by a pyarrow that wrote what this one does not read
         else:
-            return table if _has_the_format(table, path) else None
+            facts = file.metadata.metadata or {}
+            rows = PartRows(path, file, facts, first.replace_schema_metadata(facts))
+            return rows if _has_the_format(facts, path) else None
     logger.warning(
         "the index file %s is damaged: its %d bytes are not those that were written; it is made "
         "again",
         path,
-        len(content),
+        size,
     )
     return None
 
 
-def _has_the_format(table: Any, path: str) -> bool:
+def read_part(path: str) -> Any | None:
+    """All rows of a part as a pyarrow table; None as `open_part`."""
+    rows = open_part(path)
+    return None if rows is None else rows.table()
+
+
+def _has_the_format(facts: Mapping[bytes, bytes], path: str) -> bool:
     """Whether this version reads a part; a line says where it does not, since it is made again."""
-    number = (table.schema.metadata or {}).get(_FORMAT)
+    number = facts.get(_FORMAT)
     refusal = INDEX.refusal(None if number is None else int(number), f"the index file {path}")
     if refusal is not None:
         logger.warning("%s; it is made again now", refusal)
@@ -117,10 +267,14 @@ def unwritable(path: str, error: OSError, what: str = "the index") -> DataError:
 
 def seal(path: str, data: bytes | memoryview) -> bytes:
     """Ties a part's bytes to its name."""
-    name = path.rpartition("/")[2].encode(errors="surrogateescape")
-    digest = hashlib.blake2b(name, digest_size=SEAL_BYTES, person=b"vlmpack.part")
+    digest = _seal_of(path)
     digest.update(data)
     return digest.digest()
+
+
+def _seal_of(path: str) -> hashlib.blake2b:
+    name = path.rpartition("/")[2].encode(errors="surrogateescape")
+    return hashlib.blake2b(name, digest_size=SEAL_BYTES, person=b"vlmpack.part")
 
 
 logger = logging.getLogger("vlmpack")
@@ -184,25 +338,25 @@ def part_for(directory: Path, stamp: ShardStamp, rule: str) -> Part:
     return Part(stamp, f"{directory}/{stem}.{place}.{version}.{kind}{SUFFIX}")
 
 
-def load_part(part: Part, build: BuildPart, fits: Callable[[Any], bool]) -> Any:
-    """The part as a pyarrow table, made again where it is missing, damaged or does not fit.
+def load_part(part: Part, build: BuildPart, fits: Callable[[PartRows], bool]) -> PartRows:
+    """The part's rows, made again where it is missing, damaged or does not fit.
 
     Raises:
         VlmpackError: what `build` raised.
         DataError: class `integrity`, where the new part does not read back.
     """
-    table = read_part(part.path)
-    if table is None or not fits(table):
+    rows = open_part(part.path)
+    if rows is None or not fits(rows):
         build(part)
-        table = read_part(part.path)
-    if table is None or not fits(table):
+        rows = open_part(part.path)
+    if rows is None or not fits(rows):
         raise integrity_error(
             f"the index file {part.path} was written a moment ago and does not read back. Its "
             "disk is failing, or another process writes there. Set data.index_dir to another "
             "folder",
             shard=part.stamp.path,
         )
-    return table
+    return rows
 
 
 class _Patience:
@@ -387,14 +541,14 @@ def _names_digest(parts: Sequence[Part]) -> str:
     return hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
 
 
-Fits = Callable[[int, Any], bool]
-"""Whether the table of the part at a place is what is wanted."""
+Fits = Callable[[int, PartRows], bool]
+"""Whether the part at a place is what is wanted."""
 
 
 def open_parts(
     parts: Sequence[Part], build: BuildPart, settings: BuildSettings, fits: Fits, *, what: str
-) -> list[Any]:
-    """The tables of all parts, each made where it is missing or damaged.
+) -> list[PartRows]:
+    """The rows of all parts, each made where it is missing or damaged.
 
     Raises:
         VlmpackError: what `build` raised for the first shard in order that failed; or others make

@@ -11,9 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain, islice
+from tempfile import SpooledTemporaryFile
 from typing import Any
 
 import pyarrow as pa
@@ -27,10 +30,12 @@ from vlmpack.data.index.held_out import opening_digest
 from vlmpack.data.index.parts import (
     BuildSettings,
     Part,
+    PartRows,
+    PartWriter,
     load_part,
     open_parts,
     part_for,
-    write_part,
+    part_writer,
 )
 from vlmpack.data.index.shard_pool import Item, Report, each_shard
 from vlmpack.data.shards.images import ImageFacts, image_digest, image_facts
@@ -114,7 +119,11 @@ NoteRow = Callable[[IndexRow, VLMSample | None], None]
 
 
 PIECE_BYTES = 4 << 20
-"""A process reads so much of a large file of JSONL at a time, so that few rows are in Python."""
+"""A process reads so much of a large file of JSONL at a time."""
+GROUP_ROWS = 16_384
+"""Most rows of a file of records that are in Python at a time, and of a row group."""
+WAITING_BYTES = 1 << 20
+"""Text of a column that waits in memory."""
 
 Piece = tuple[Any, Mapping[str, int], Any]
 """A pyarrow table of index rows, the keys of their records that are not read, and the lengths of
@@ -144,8 +153,24 @@ class IndexBuilder:
         Raises:
             DataError: class `integrity` for a damaged shard, `transport` for one out of reach.
         """
-        pieces = [*self.read(part.stamp)]
-        self.write(part, pa.concat_tables(table for table, _, _ in pieces), pieces)
+        unknown: dict[str, int] = {}
+        with (
+            part_writer(part.path) as index,
+            self.lengths_writer(part.stamp) as lengths,
+            ContentDigest() as content,
+        ):
+            for table, keys, measured in self.read(part.stamp):
+                index.add(table)
+                content.add(table)
+                unknown = count_keys((unknown, keys))
+                if lengths is not None:
+                    lengths.add(measured)
+            facts = {_CONTENT: content.hexdigest(), _UNKNOWN_KEYS: json.dumps(unknown)}
+            index.facts |= {name: text.encode() for name, text in facts.items()}
+
+    def lengths_writer(self, stamp: ShardStamp) -> AbstractContextManager[PartWriter | None]:
+        """Writes the lengths of a shard, which are there before the index is."""
+        return nullcontext()
 
     def read(self, stamp: ShardStamp) -> Iterator[Piece]:
         """The shard's pieces in order, read by `processes`.
@@ -153,12 +178,16 @@ class IndexBuilder:
         Raises:
             DataError: as above.
         """
-        files = RecordFiles(self.fetcher, self.caps)
-        yield from self.each(partial(self.piece, stamp), files.pieces(stamp, PIECE_BYTES))
+        parted = RecordFiles(self.fetcher, self.caps).pieces(stamp, PIECE_BYTES)
+        if len(parted) == 1:
+            yield from self.pieces(stamp, parted[0])
+        else:
+            for pieces in self.each(partial(self.all_pieces, stamp), parted):
+                yield from pieces
         if self.fetcher.head(stamp.path) != stamp:
             raise integrity_error("the shard changed while it was indexed", shard=stamp.path)
 
-    def each(self, work: Callable[[Item], Report], items: Sequence[Item]) -> Iterator[Report]:
+    def each(self, work: Callable[[Item], Report], items: Iterable[Item]) -> Iterator[Report]:
         """What `processes` make of items, in order."""
         return each_shard(
             work,
@@ -169,13 +198,28 @@ class IndexBuilder:
             remedy="make the index with fewer processes, by `vlmpack index --processes`",
         )
 
-    def piece(self, stamp: ShardStamp, lines: Lines | None) -> Piece:
-        """One piece of a shard.
+    def all_pieces(self, stamp: ShardStamp, lines: Lines | None) -> list[Piece]:
+        """As `pieces`, of some lines."""
+        return [*self.pieces(stamp, lines)]
+
+    def pieces(self, stamp: ShardStamp, lines: Lines | None = None) -> Iterator[Piece]:
+        """The rows of a shard, or of a file of records or some of its lines, GROUP_ROWS at a time.
+        A shard's are all at once, since its keys may be repeated.
 
         Raises:
             DataError: as above.
         """
-        rows = self.scan(stamp, lines=lines)
+        samples = self.samples(stamp, lines)
+        most = GROUP_ROWS - 1 if stamp.holds_records else None
+        raw = None
+        for raw in samples:
+            yield self.piece(stamp, chain([raw], islice(samples, most)))
+        if raw is None:
+            yield self.piece(stamp, ())
+
+    def piece(self, stamp: ShardStamp, samples: Iterable[RawSample]) -> Piece:
+        """The rows of some samples."""
+        rows = self.rows(samples)
         return to_table(rows), unknown_keys_of(rows), None
 
     def samples(self, stamp: ShardStamp, lines: Lines | None = None) -> Iterator[RawSample]:
@@ -192,25 +236,21 @@ class IndexBuilder:
             ACTIVITY.moved()
             yield raw
 
-    def scan(
-        self, stamp: ShardStamp, note: NoteRow | None = None, lines: Lines | None = None
-    ) -> list[IndexRow]:
-        """Reads the shard once, or some of its lines.
+    def scan(self, stamp: ShardStamp, note: NoteRow | None = None) -> list[IndexRow]:
+        """Reads the shard once.
 
         Raises:
             DataError: as above.
         """
+        return self.rows(self.samples(stamp), note)
+
+    def rows(self, samples: Iterable[RawSample], note: NoteRow | None = None) -> list[IndexRow]:
+        """The rows of some samples."""
         rows: list[IndexRow] = []
-        for raw in self.samples(stamp, lines):
+        for raw in samples:
             rows += index_rows(raw, self.caps, note, each_answer=self.each_answer)
         flag_repeated_keys(rows)
         return rows
-
-    def write(self, part: Part, table: Any, pieces: Sequence[Piece]) -> None:
-        """Writes the part from the shard's rows."""
-        unknown = count_keys(keys for _, keys, _ in pieces)
-        facts = {_CONTENT: content_digest(table), _UNKNOWN_KEYS: json.dumps(unknown)}
-        write_part(part.path, table, {name: text.encode() for name, text in facts.items()})
 
 
 def index_rows(
@@ -291,13 +331,32 @@ def flag_repeated_keys(rows: Sequence[IndexRow]) -> None:
             row.error_class, row.reason = "integrity", reason
 
 
-def content_digest(table: Any) -> str:
-    """Says which samples a shard holds, in order, whatever its path or time stamp."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name in ("key", "length", "crc32"):
-        for chunk in table.column(name).chunks:
-            digest.update("".join(f"{value}\n" for value in chunk.to_pylist()).encode())
-    return digest.hexdigest()
+class ContentDigest(ExitStack):
+    """Says which samples a shard holds, in order, whatever its path or time stamp. Keys come before
+    all lengths, and these before all checksums, which wait in files where they are many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._digest = hashlib.blake2b(digest_size=16)
+        both = (SpooledTemporaryFile(WAITING_BYTES) for _ in range(2))  # noqa: SIM115
+        self._waiting = [self.enter_context(file) for file in both]
+
+    def add(self, table: Any) -> None:
+        """The next rows."""
+        sinks: list[Callable[[bytes], Any]] = [file.write for file in self._waiting]
+        for name, sink in zip(
+            ("key", "length", "crc32"), [self._digest.update, *sinks], strict=True
+        ):
+            for chunk in table.column(name).chunks:
+                sink("".join(f"{value}\n" for value in chunk.to_pylist()).encode())
+
+    def hexdigest(self) -> str:
+        """The digest, once all rows are there."""
+        for file in self._waiting:
+            file.seek(0)
+            for block in iter(partial(file.read, WAITING_BYTES), b""):
+                self._digest.update(block)
+        return self._digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,20 +364,25 @@ class ShardIndex:
     """The index of one shard.
 
     Args:
-        table: pyarrow table of INDEX_SCHEMA.
+        rows: of INDEX_SCHEMA.
         content: digest of keys, lengths and checksums.
         unknown_keys: keys of its records that are not read -> records.
     """
 
     stamp: ShardStamp
-    table: Any
+    rows: PartRows
     content: str
     unknown_keys: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:
         """Rows, bad ones included."""
-        return int(self.table.num_rows)
+        return self.rows.num_rows
+
+    @property
+    def table(self) -> Any:
+        """All rows as a pyarrow table, read again each time where they are many."""
+        return self.rows.table()
 
 
 def open_index(
@@ -332,8 +396,8 @@ def open_index(
     stamps = [builder.fetcher.head(shard) if isinstance(shard, str) else shard for shard in shards]
     rule = builder.rule
     parts = [part_for(settings.directory, stamp, rule) for stamp in stamps]
-    tables = open_parts(parts, builder, settings, lambda _, table: _is_index(table), what="index")
-    return [_shard_index(part, table) for part, table in zip(parts, tables, strict=True)]
+    each = open_parts(parts, builder, settings, lambda _, rows: _is_index(rows), what="index")
+    return [_shard_index(part, rows) for part, rows in zip(parts, each, strict=True)]
 
 
 def load_index(part: Part, builder: IndexBuilder) -> ShardIndex:
@@ -341,15 +405,13 @@ def load_index(part: Part, builder: IndexBuilder) -> ShardIndex:
     return _shard_index(part, load_part(part, builder, _is_index))
 
 
-def _is_index(table: Any) -> bool:
-    facts = set(table.schema.metadata or {})
-    return {_CONTENT, _UNKNOWN_KEYS} <= facts
+def _is_index(rows: PartRows) -> bool:
+    return {_CONTENT, _UNKNOWN_KEYS} <= rows.facts.keys()
 
 
-def _shard_index(part: Part, table: Any) -> ShardIndex:
-    facts = table.schema.metadata
-    unknown = json.loads(facts[_UNKNOWN_KEYS])
-    return ShardIndex(part.stamp, table, facts[_CONTENT].decode(), unknown)
+def _shard_index(part: Part, rows: PartRows) -> ShardIndex:
+    unknown = json.loads(rows.facts[_UNKNOWN_KEYS])
+    return ShardIndex(part.stamp, rows, rows.facts[_CONTENT].decode(), unknown)
 
 
 def to_table(rows: Sequence[IndexRow]) -> Any:

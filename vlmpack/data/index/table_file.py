@@ -26,7 +26,14 @@ from vlmpack.data.index.columns_file import CHUNK, ColumnsFile, ColumnsWriter, o
 from vlmpack.data.index.groups import SamplePrefixes, joined_digests
 from vlmpack.data.index.held_out import NEVER, OPENING
 from vlmpack.data.index.lengths import CHOSEN, COUNTS, ShardBuilder, load_lengths, objects_said
-from vlmpack.data.index.parts import BuildSettings, Part, build_parts, part_for, unwritable
+from vlmpack.data.index.parts import (
+    BuildSettings,
+    Part,
+    PartRows,
+    build_parts,
+    part_for,
+    unwritable,
+)
 from vlmpack.data.index.shard_index import ShardIndex, load_index
 from vlmpack.data.shards.naming import count_keys
 from vlmpack.errors import DataError, transport_error
@@ -50,8 +57,8 @@ DEFAULTS = {"branch": -1, "row": 0, OPENING: NEVER}
 _NUMBERS = ("offset", "length", "crc32", *COUNTS, CHOSEN, *DEFAULTS)
 _OF_INDEX = {"key", "offset", "length", "crc32", *DEFAULTS, DIGESTS, STAMPS}
 
-Pair = tuple[ShardIndex, Any]
-"""A shard's index, and the pyarrow table of its lengths."""
+Pair = tuple[ShardIndex, PartRows]
+"""A shard's index, and its lengths."""
 
 
 class TableWriter:
@@ -69,18 +76,19 @@ class TableWriter:
         self._lengths = hashlib.blake2b(digest_size=16)
         self._faults: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
 
-    def add(self, shard: ShardIndex, lengths: Any) -> None:
+    def add(self, shard: ShardIndex, lengths: PartRows) -> None:
         """The next shard."""
-        names = [name for name in shard.table.column_names if name in _OF_INDEX]
-        self._waiting.append((shard.table.select(names).replace_schema_metadata(None), lengths))
+        for rows, of_rows in zip(shard.rows.groups(), lengths.groups(), strict=True):
+            names = [name for name in rows.column_names if name in _OF_INDEX]
+            self._waiting.append((rows.select(names).replace_schema_metadata(None), of_rows))
+            self._num_waiting += rows.num_rows
+            if self._num_waiting >= CHUNK:
+                self._write(CHUNK)
         self._counts.append(shard.num_samples)
         self._contents.append(shard.content)
         self._unknown.append(shard.unknown_keys)
-        self._objects = self._objects or objects_said([lengths])
+        self._objects = self._objects or objects_said(lengths)
         self.num_samples += shard.num_samples
-        self._num_waiting += shard.num_samples
-        if self._num_waiting >= CHUNK:
-            self._write(CHUNK)
 
     def finish(self) -> None:
         """Writes the rest, and what is known of the whole."""

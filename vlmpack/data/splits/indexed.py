@@ -18,7 +18,7 @@ from vlmpack.data.index.lengths import (
     read_text,
 )
 from vlmpack.data.index.parts import BuildSettings, part_for
-from vlmpack.data.index.shard_index import ShardIndex, load_index
+from vlmpack.data.index.shard_index import load_index
 from vlmpack.data.index.table import (
     Fitted,
     Int64s,
@@ -107,14 +107,14 @@ def fit_samples(config: DataConfig, builder: ShardBuilder, table: SampleTable) -
     check_unknown_keys(table, config)
 
     @lru_cache(1)  # over-long samples come in order
-    def index_of(shard: int) -> ShardIndex:
+    def rows_of(shard: int) -> Any:
         part = part_for(builder.lengths.index_dir, table.shards[shard], builder.rule)
-        return load_index(part, builder)
+        return load_index(part, builder).table
 
     def text_again(number: int) -> SampleText:
         shard = table.shard_of(number)
         place = number - int(table.shard_starts[shard])
-        row: dict[str, Any] = index_of(shard).table.slice(place, 1).to_pylist()[0]
+        row: dict[str, Any] = rows_of(shard).slice(place, 1).to_pylist()[0]
         return read_text(builder, table.shards[shard], row)
 
     fitted = apply_over_long(

@@ -124,12 +124,18 @@ class IndexOne:
         rows = measured(index, self.builder)
         report.parts = {part.path: _version(part) for part in parts}
         report.was_read = [*report.parts.values()] != before
-        classes = rows.column("error_class").to_pylist()
-        report.bad = dict(sorted(Counter(filter(None, classes)).items()))
-        for name in report.bad:
-            place = classes.index(name)
-            key, reason = index.table.column("key")[place], rows.column("reason")[place]
-            report.first_bad[name] = (key.as_py(), reason.as_py())
+        bad = Counter[str]()
+        for group, of_group in zip(index.rows.groups(), rows.groups(), strict=True):
+            classes = of_group.column("error_class")
+            if classes.null_count == group.num_rows:
+                continue
+            classes = classes.to_pylist()
+            bad.update(filter(None, classes))
+            for name in bad.keys() - report.first_bad.keys():
+                place = classes.index(name)
+                key, reason = group.column("key")[place], of_group.column("reason")[place]
+                report.first_bad[name] = (key.as_py(), reason.as_py())
+        report.bad = dict(sorted(bad.items()))
 
 
 def _version(part: Part | os.DirEntry[str]) -> list[int] | None:

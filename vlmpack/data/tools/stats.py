@@ -119,8 +119,8 @@ def source_stats(
 
 
 def _add(stats: SourceStats, shard: ShardIndex, index: IndexBuilder, *, pairs: bool) -> None:
-    stamp, table = shard.stamp, measured(shard, index)
-    rows = shard.table.to_pylist()
+    stamp, indexed, table = shard.stamp, shard.table, measured(shard, index).table()
+    rows = indexed.to_pylist()
     columns = (table.column(name).to_pylist() for name in ("error_class", "reason"))
     faults = list(zip(*columns, strict=True))
     if isinstance(index, ShardBuilder):
@@ -141,7 +141,7 @@ def _add(stats: SourceStats, shard: ShardIndex, index: IndexBuilder, *, pairs: b
     ]
     stats.samples += len(rows)
     stats.unknown_keys.update(shard.unknown_keys)
-    stats.openings.append(shard.table.column(OPENING).fill_null(NEVER).to_numpy())
+    stats.openings.append(indexed.column(OPENING).fill_null(NEVER).to_numpy())
     stats.images.update(len(row["images"]) for row in readable)
     stats.sizes = np.concatenate((stats.sizes, np.asarray(sizes, np.int64).reshape(-1, 2)))
     if isinstance(index, ShardBuilder):
