@@ -113,9 +113,6 @@ class Engine(Protocol):
     module: nn.Module
     """What forward steps call with a batch."""
 
-    draws: bool
-    """Whether its layers draw random numbers while they train."""
-
     description: dict[str, str]
     """What was chosen (engine, dtype, attention, sharding ...), for the log and the report."""
 
@@ -134,6 +131,14 @@ class Engine(Protocol):
 
     components: Sequence[ComponentCount]
     """What the policy comes to, for each component that the model has."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether its layers draw random numbers while they train."""
+
+    @property
+    def has_plain_path(self) -> bool:
+        """Whether a forward pass can leave out fused parts (`kernel_operators.plain_path`)."""
 
     def forward_backward(
         self,

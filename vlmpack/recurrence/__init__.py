@@ -9,6 +9,7 @@ from vlmpack.recurrence.choose import (
     RecurrenceChoice,
     RecurrenceName,
     choose_recurrence,
+    on_this_path,
     packaged_kinds,
     recorded_by,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "RowSegments",
     "StepSize",
     "choose_recurrence",
+    "on_this_path",
     "fixed_delta_rule",
     "fixed_scan",
     "recorded_by",

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from vlmpack.errors import CapabilityError
+from vlmpack.kernel_operators import is_plain
 from vlmpack.recurrence.convolution import segment_convolution
 from vlmpack.recurrence.delta_rule import fixed_delta_rule, segment_delta_rule
 from vlmpack.recurrence.rows import RowSegments
@@ -390,6 +391,13 @@ def choose_recurrence(
             f"{'; '.join(dict.fromkeys(missing.values()))}; use auto or torch"
         )
     return RecurrenceChoice(**chosen)
+
+
+def on_this_path(choice: RecurrenceChoice) -> RecurrenceChoice:
+    """The choice, or the torch forms on the plain path."""
+    if not is_plain():
+        return choice
+    return choose_recurrence("torch", device=torch.device("cpu"), dtype=torch.float32)
 
 
 def _first(

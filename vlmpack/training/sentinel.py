@@ -28,7 +28,7 @@ from torch import Tensor
 from vlmpack.activity import ACTIVITY
 from vlmpack.alignment import Alignment
 from vlmpack.backends.engine import Engine
-from vlmpack.errors import SentinelError
+from vlmpack.errors import CapabilityError, SentinelError
 from vlmpack.kernel_operators import plain_path
 from vlmpack.packing import Batch, PackedBatch, pack_batch_sequences
 from vlmpack.packing.pairs import sample_in, slots_of
@@ -63,6 +63,9 @@ class Sentinel:
         multiples: what segments and rows of the layout are multiples of.
         wall_seconds: spent in comparisons so far.
         cpu_seconds: of this thread, in the same.
+
+    Raises:
+        CapabilityError: the engine has no plain path.
     """
 
     engine: Engine
@@ -74,6 +77,13 @@ class Sentinel:
     cpu_seconds: float = 0.0
     _chosen: tuple[int, int] | None = None
     _seen: list[tuple[Tensor, Batch]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.engine.has_plain_path:
+            raise CapabilityError(
+                "training.sentinel_interval: layers of Transformer Engine have no plain path to "
+                "compare with. Set model.attention to segments, or leave the interval out"
+            )
 
     def is_due(self, step: int) -> bool:
         """Whether it looks at a step, counted from 0."""

@@ -95,6 +95,8 @@ class HFEngine:
         CapabilityError: the policy cannot run here.
     """
 
+    has_plain_path = True
+
     def __init__(
         self,
         model: ModelSection,

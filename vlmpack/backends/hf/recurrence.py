@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from vlmpack.attention.eager import eager
 from vlmpack.errors import CapabilityError
-from vlmpack.kernel_operators import is_plain
 from vlmpack.recurrence import (
     KINDS,
     Kind,
@@ -38,7 +37,7 @@ from vlmpack.recurrence import (
     RecurrenceChoice,
     RowSegments,
     StepSize,
-    choose_recurrence,
+    on_this_path,
     recorded_by,
 )
 
@@ -280,9 +279,7 @@ class _Replacement:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         row = kwargs.pop(ROW_ARGUMENT, None)
         if row is not None:
-            listener, choice = _LISTENER.get(), self.choice
-            if is_plain():
-                choice = choose_recurrence("torch", device=args[0].device, dtype=args[0].dtype)
+            listener, choice = _LISTENER.get(), on_this_path(self.choice)
             if listener is not None:
                 choice = recorded_by(listener, choice)
             return KERNELS[self.name].ours(choice, row, *args, **kwargs)

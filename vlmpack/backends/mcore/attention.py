@@ -21,10 +21,11 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from vlmpack.attention import VarlenAttention, apply_rope
+from vlmpack.attention import VarlenAttention, apply_rope, segment_attention
 from vlmpack.backends.fused import Rotate
 from vlmpack.backends.mcore.collectives import gather_slices, heads_to_slots, slots_to_heads
 from vlmpack.errors import CapabilityError
+from vlmpack.kernel_operators import is_plain
 from vlmpack.packing import ContextSlice, PackedSeqParams
 from vlmpack.recurrence import RowSegments
 
@@ -177,7 +178,8 @@ class PackedCoreAttention(MegatronModule):
             attend = partial(self.varlen, params=row, scale=self.softmax_scale)
             output = attention_by_heads(query, key, value, attend, order, group=self.cp_group)
         elif context is None:
-            output = self.varlen(query, key, value, row, scale=self.softmax_scale)
+            varlen = segment_attention if is_plain() else self.varlen
+            output = varlen(query, key, value, row, scale=self.softmax_scale)
         else:
             output = context_parallel_attention(
                 query,

@@ -59,6 +59,7 @@ from vlmpack.backends.mcore.versions import (
 from vlmpack.backends.mcore.weights.dims import ExpertDims, LanguageDims
 from vlmpack.backends.row_operators import WIDEST, NormForm
 from vlmpack.errors import CapabilityError
+from vlmpack.kernel_operators import is_plain
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recurrence import RecurrenceChoice
 
@@ -114,7 +115,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., hidden_size) -> the same shape and dtype."""
-        if self.ops is not None:
+        if self.ops is not None and not is_plain():
             return self.ops.norm(x, self.weight, self.eps, self.form)
         scaled = x.to(torch.promote_types(x.dtype, torch.float32))
         scaled = scaled * torch.rsqrt(scaled.square().mean(-1, keepdim=True) + self.eps)

@@ -71,6 +71,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.distributed.launch_order import VARIABLE
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
+from vlmpack.kernel_operators import is_plain
 from vlmpack.packing import (
     Batch,
     PackedBatch,
@@ -148,7 +149,7 @@ class MegatronEngine:
         refuse_adapters(policy, transformer_engine=on_te)
         self.ranks, self.config, self.split, self.policy = ranks, model, split, policy
         self.device, self.compute_dtype = ranks.device, compute.dtype
-        self.optimizer_steps, self.draws = 0, policy.lora is not None and policy.lora.dropout > 0
+        self.optimizer_steps = 0
         folder, family = Path(model.path), encoder.family
         self.skeleton = model_skeleton(family.auto_class(), folder)
         self.paths = family.modules
@@ -255,6 +256,16 @@ class MegatronEngine:
                 f"{', '.join(missing[:3])} ...; use model.backend: hf"
             )
 
+    @property
+    def draws(self) -> bool:
+        """Adapters alone have dropout here."""
+        return self.policy.lora is not None and self.policy.lora.dropout > 0
+
+    @property
+    def has_plain_path(self) -> bool:
+        """Layers of Transformer Engine have none."""
+        return self.model.has_plain_path
+
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shapes of trained parameters under transformers' names."""
         return {
@@ -274,7 +285,7 @@ class MegatronEngine:
         """Run the micro-batches of one optimizer step through Megatron's schedule."""
         self.ddp.train(not forward_only)
         batches = LookedAhead(map(self.prepare, data_iterator))
-        with megatron_on_cpu(), torch.set_grad_enabled(not forward_only):
+        with megatron_on_cpu(), torch.set_grad_enabled(not forward_only), self._unfused():
             reports: list[dict[str, Tensor]] = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=batches,
@@ -288,6 +299,17 @@ class MegatronEngine:
         # Every TP rank of the last stage computes the same losses; the first one counts them.
         counts = self.last and self.groups.tp.rank() == 0
         return reports if counts else [{} for _ in range(num_microbatches)]
+
+    @contextmanager
+    def _unfused(self) -> Iterator[None]:
+        """On the plain path activations run one operator after the other."""
+        config = self.model.config
+        fuses = config.bias_activation_fusion
+        config.bias_activation_fusion = fuses and not is_plain()
+        try:
+            yield
+        finally:
+            config.bias_activation_fusion = fuses
 
     def prepare(self, batch: Batch) -> PackedBatch:
         """This rank's view of a micro-batch, worked out on CPU."""

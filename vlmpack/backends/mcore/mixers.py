@@ -51,7 +51,7 @@ from torch.nn.functional import silu, softplus
 from vlmpack.backends.mcore.attention import RowParams
 from vlmpack.backends.mcore.collectives import heads_to_slots, slots_to_heads
 from vlmpack.backends.mcore.weights.dims import DeltaNetDims, MambaDims
-from vlmpack.recurrence import RecurrenceChoice, RowSegments, StepSize
+from vlmpack.recurrence import RecurrenceChoice, RowSegments, StepSize, on_this_path
 
 SUMMED_OVER_TP = "summed_over_tp"
 """Attribute of a parameter that each tensor-parallel rank has a copy of and uses for its own heads:
@@ -169,7 +169,7 @@ class PackedMixer(MegatronModule):
         """(1, T, heads, width) of each part behind it, and what is one number a head."""
         filters, bias, per_head = self._own_heads()
         together = torch.cat([*parts], dim=-1).transpose(0, 1)[None]
-        together = self.choice.convolution.function(
+        together = on_this_path(self.choice).convolution.function(
             together, filters.squeeze(1), bias, row, activation="silu"
         )
         apart = together.transpose(1, 2).split([part.shape[-1] for part in parts], dim=-1)
@@ -239,7 +239,7 @@ class PackedGatedDeltaNet(PackedMixer):
         *mixed, rate, decay = mixers
         (query, key, value), (dt_bias, a_log) = self._convolved(mixed, row)
         log_decay = -a_log.float().exp() * softplus(decay.float() + dt_bias)
-        output = self.choice.delta_rule.function(
+        output = on_this_path(self.choice).delta_rule.function(
             query, key, value, log_decay[None], rate.sigmoid()[None], row, normalize=True
         )
         return output.squeeze(0).flatten(1)
@@ -317,7 +317,7 @@ class PackedMamba2(PackedMixer):
         *mixed, step = mixers
         (x, write, read), (dt_bias, a_log, skip) = self._convolved(mixed, row)
         limits = (self.least_step, float("inf"))
-        output = self.choice.scan.function(
+        output = on_this_path(self.choice).scan.function(
             *(x, step[None], -a_log.float().exp(), write, read, row),
             skip=skip,
             step_size=StepSize(bias=dt_bias, softplus=True, limits=limits),

@@ -53,6 +53,7 @@ from vlmpack.backends.skeleton import model_skeleton
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.families.base import Family, ImageFeatures
+from vlmpack.kernel_operators import is_plain
 from vlmpack.model_folder.load import build_part
 from vlmpack.packing import Media, PackedBatch, PackedSeqParams
 from vlmpack.packing.batch import TowerRule
@@ -128,6 +129,7 @@ class MegatronVLM(MegatronModule):
         super().__init__(config=config)
         self.dims, self.sizes, self.groups = dims, sizes, groups
         self.rotate = None if fused is None else fused.rotate
+        self.has_plain_path = varlen is not None
         self.pre_process = parallel_state.is_pipeline_first_stage()
         self.post_process = parallel_state.is_pipeline_last_stage()
         self.model_type = ModelType.encoder_or_decoder
@@ -247,8 +249,9 @@ class MegatronVLM(MegatronModule):
     ) -> RowParams:
         """Boundaries with the rotary angles of this rank's tokens."""
         cos, sin = self._angles(batch)
+        rotate = None if is_plain() else self.rotate
         return megatron_params(
-            params, cos=cos, sin=sin, context=batch.context, deep=deep, rotate=self.rotate
+            params, cos=cos, sin=sin, context=batch.context, deep=deep, rotate=rotate
         )
 
     def _angles(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
