@@ -28,6 +28,7 @@ NAMES = [
     "pack_batch_sequences",
     "pack_padded_batch",
     "packed_model",
+    "replay",
     "vlm_step",
 ]
 

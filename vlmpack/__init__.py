@@ -12,6 +12,7 @@ from vlmpack.version import __version__ as __version__
 if TYPE_CHECKING:
     from vlmpack.api import FinetuneResult as FinetuneResult
     from vlmpack.api import finetune as finetune
+    from vlmpack.api import replay as replay
     from vlmpack.encode import Encoder as Encoder
     from vlmpack.errors import ExtensionError as ExtensionError
     from vlmpack.errors import VlmpackError as VlmpackError
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from vlmpack.training.objective import Objective as Objective
 
 _NAMES = {
-    "vlmpack.api": ("FinetuneResult", "finetune"),
+    "vlmpack.api": ("FinetuneResult", "finetune", "replay"),
     "vlmpack.encode": ("Encoder",),
     "vlmpack.errors": ("ExtensionError", "VlmpackError"),
     "vlmpack.own_loop": ("encode_sample", "packed_model", "vlm_step"),

@@ -23,6 +23,7 @@ from vlmpack.words import raised
 
 if TYPE_CHECKING:
     from vlmpack.build.extensions import Extensions
+    from vlmpack.run.replay import Replay
     from vlmpack.training.objective import Objective, TokenSums
     from vlmpack.training.run_dir import RunDir
 
@@ -136,6 +137,35 @@ def _unless_it_exits(error: BaseException) -> Exception:
     if isinstance(error, Exception):
         return error
     return RecipeError(f"what was handed over {raised(error)} when it was looked at")
+
+
+def replay(
+    dump: str | Path,
+    *,
+    sources: Mapping[str, Any] | None = None,
+    objective: Objective | TokenSums | None = None,
+    at_checkpoint: bool = False,
+    **overrides: Any,
+) -> Replay:
+    """Compute a step that was not finite again; what `vlmpack replay` does.
+
+    Args:
+        dump: a file in the `dumps/` of a run folder.
+        sources, objective: as `finetune` was given them.
+        at_checkpoint: train nothing before the step, so that its weights are older.
+        overrides: fields of the run's recipe to change, `__` for the dot.
+
+    Raises:
+        VlmpackError: no such dump or run, or other data than the run's.
+    """
+    from vlmpack.build.extensions import extensions_of
+    from vlmpack.run.replay import recipe_of
+    from vlmpack.run.replay import replay as replayed
+
+    path = Path(dump)
+    recipe = recipe_of(path, {name.replace("__", "."): v for name, v in overrides.items()})
+    recipe, extensions = extensions_of(recipe, sources=sources, objective=objective)
+    return replayed(path, recipe, extensions, at_checkpoint=at_checkpoint)
 
 
 def resolve(

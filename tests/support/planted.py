@@ -1,7 +1,7 @@
 """An objective that makes the step of chosen samples a step that is not finite, in one of four
 places.
 
-    planted.py RECIPE {"key": "pixels"} key=value ...      a run of it, as one of several processes
+    planted.py RECIPE|DUMP {"key": "pixels"} key=value ...      a run or a replay, as one process
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmpack import finetune
+from vlmpack import finetune, replay
 from vlmpack.backends.engine import LossFunction
 from vlmpack.packing import Batch, PackedBatch
 from vlmpack.recipe import load_recipe
@@ -35,7 +35,8 @@ def planted(
     """Cross entropy with faults.
 
     Args:
-        plants: key of a sample -> one of PLACES.
+        plants: key of a sample -> one of PLACES, or `company`: in the loss sum of a
+            row with others.
         transient: keys whose fault comes once in this process, and never again.
     """
     met: set[str] = set()
@@ -76,7 +77,7 @@ def planted(
             hook.remove()
         if "gradient" in places:
             losses.register_hook(lambda gradient: gradient * value)
-        if "objective" in places:
+        if "objective" in places or ("company" in places and len(batch.keys) > 1):
 
             def spoilt_sum(output: Tensor) -> tuple[Tensor, int, dict[str, Tensor]]:
                 whole, number, report = summed(output)
@@ -90,4 +91,8 @@ def planted(
 
 if __name__ == "__main__":
     recipe, plants, *overrides = sys.argv[1:]
-    finetune(load_recipe(Path(recipe), overrides), objective=planted(json.loads(plants)))
+    faults = planted(json.loads(plants))
+    if Path(recipe).parent.name == "dumps":
+        print(json.dumps(replay(recipe, objective=faults).as_json()))
+    else:
+        finetune(load_recipe(Path(recipe), overrides), objective=faults)

@@ -291,7 +291,8 @@ def unknown_command(ctx: Any, name: str) -> str:
 
 def _near(word: str, paths: list[list[str]]) -> list[list[str]]:
     """The paths whose last word is near, the nearest first."""
-    words = get_close_matches(word, dict.fromkeys(path[-1] for path in paths), n=MOST_NAMED)
+    known = dict.fromkeys(path[-1] for path in paths)
+    words = [word] if word in known else get_close_matches(word, known, n=MOST_NAMED)
     return [path for near in words for path in paths if path[-1] == near][:MOST_NAMED]
 
 

@@ -419,6 +419,17 @@ class TrainData:
         even = mode.packing.balance == "cost"
         return bins_by_rank(bins, dp, known=known, row_cost=self.config.row_cost, balanced=even)
 
+    def alone(self, number: int) -> MicroBatch:
+        """A sample of the plan in a row of its own.
+
+        Raises:
+            DataError: a bad sample whose class is not skipped.
+        """
+        loaded = self.dataset[self.request((number,))]
+        if isinstance(loaded, SkippedSample):
+            raise loaded.to_error()
+        return self._pair_columns(self.split.sources, self.split.places)(loaded)
+
     def request(self, samples: Bin) -> BinRequest:
         """What a worker needs to load a bin of the plan."""
         return BinRequest(self.split.refs(samples))

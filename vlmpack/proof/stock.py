@@ -131,7 +131,7 @@ def require_finite_losses(
     """
     if not _non_finite_kinds(values):
         return
-    with _first_non_finite(model) as layers, torch.no_grad():
+    with first_non_finite(model) as layers, torch.no_grad():
         forward()
     where = layers[0] if layers else "the cross entropy of finite logits"
     raise NonFiniteError(
@@ -154,15 +154,26 @@ def require_finite_gradients(name: str, gradients: Mapping[str, Tensor]) -> None
 
 
 @contextmanager
-def _first_non_finite(model: nn.Module) -> Iterator[list[str]]:
-    """The first module with values that are no numbers, in its input or its output."""
+def first_non_finite(model: nn.Module) -> Iterator[list[str]]:
+    """The first module with values that are no numbers, in its input or its output.
+
+    If there is none in the forward pass, it is the first gradient of an output in the backward
+    pass.
+    """
     layers: list[str] = []
 
+    def note(words: str, path: str, values: Iterable[Tensor]) -> None:
+        if not layers and (seen := _non_finite_kinds(values)):
+            layers.append(f"{words} of {path or type(model).__name__} ({', '.join(seen)})")
+
     def look(kind: str, path: str, module: nn.Module, *values: Any) -> None:
-        if layers:
-            return
-        if seen := _non_finite_kinds(_tensors(values if kind == "input" else values[-1])):
-            layers.append(f"the {kind} of {path or type(model).__name__} ({', '.join(seen)})")
+        tensors = [*_tensors(values if kind == "input" else values[-1])]
+        note(f"the {kind}", path, tensors)
+        for tensor in tensors if kind == "output" else ():
+            if tensor.requires_grad and not layers:
+                tensor.register_hook(
+                    lambda gradient: note("the gradient of the output", path, [gradient])
+                )
 
     handles = []
     for path, module in model.named_modules():

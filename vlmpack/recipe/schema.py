@@ -375,7 +375,7 @@ class TrainingSection(Section):
 
     on_non_finite: Literal["stop", "skip"] = "stop"
     """A step whose loss or gradient norm is not finite ends the run. `skip` leaves out its update
-    and goes on. Both write a dump of the step."""
+    and goes on. Both write a dump of the step, which `vlmpack replay` looks into."""
 
     max_skipped_steps: Count = 5
     """With `skip`, the most steps that may be skipped in any 1,000. Ten in a row always end the

@@ -19,7 +19,7 @@ from vlmpack.errors import ExtensionError, RecipeError, VlmpackError
 from vlmpack.evaluation.predictions import Question
 from vlmpack.recipe import Recipe
 from vlmpack.run.launch_memory import resolved_memory
-from vlmpack.run.opening import open_session, saved_state
+from vlmpack.run.opening import ResumePoint, open_session, saved_state
 from vlmpack.run.place import Place, joined, prepare
 from vlmpack.run.result import (
     answer_after,
@@ -71,10 +71,19 @@ def _going_on() -> Iterator[None]:
         raise error.going_on("with the run") from None
 
 
-def _open(
-    place: Place, data: DataSpec, engine: EngineSpec, objective: ObjectiveSpec, run: RunSpec
+def open_run(
+    place: Place,
+    data: DataSpec,
+    engine: EngineSpec,
+    objective: ObjectiveSpec,
+    run: RunSpec,
+    resume: ResumePoint | None = None,
 ) -> Session:
-    """Open the run: cheap checks first, then data, then the model."""
+    """Open the run: cheap checks first, then data, then the model.
+
+    Args:
+        resume: where to begin; None for the newest checkpoint of the run's folder.
+    """
     ranks, folder, answers = place.ranks, engine.encoder.folder, run.evaluation.generate
     proofs = place.run_dir.verify
     kept = check_model(folder, ranks)
@@ -94,7 +103,7 @@ def _open(
             require_proof(data, engine, section, proofs, splits.train, weights)
         elif verify and data.saved is None:
             verify_at_start(engine, section, proofs, splits.train)
-        return open_session(place, splits, engine, objective, run, model, prefetch, kept)
+        return open_session(place, splits, engine, objective, run, model, prefetch, kept, resume)
 
 
 def _train(recipe: Recipe, place: Place, report: Report, extensions: Extensions) -> None:
@@ -103,7 +112,7 @@ def _train(recipe: Recipe, place: Place, report: Report, extensions: Extensions)
     check_small_files(Path(recipe.model.path), place.ranks, place.run_dir)
     encoder, ranks = build_encoder(recipe), place.ranks
     saved = ranks.on_main(lambda: saved_state(recipe.checkpoint, place.run_dir))
-    session = _open(
+    session = open_run(
         place,
         data_spec(recipe, encoder, ranks, extensions=extensions, saved=saved),
         engine_spec(recipe, encoder, ranks),

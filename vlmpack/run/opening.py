@@ -62,17 +62,19 @@ def open_session(
     model: ModelWatch,
     prefetch: Prefetch,
     kept: str,
+    resume: ResumePoint | None = None,
 ) -> Session:
     """Build the model and its surroundings; load the newest checkpoint if configured. Collective.
 
     Args:
         kept: tensors of the folder that training does not use, in words.
+        resume: where to begin; None for what the run's folder and `checkpoint.resume` say.
 
     Raises:
         VlmpackError: any problem, by its class.
     """
     ranks, run_dir, train = place.ranks, place.run_dir, splits.train
-    checkpoint = ranks.on_main(lambda: choose_checkpoint(run.checkpoint, run_dir))
+    checkpoint = resume or ranks.on_main(lambda: choose_checkpoint(run.checkpoint, run_dir))
     steps = total_steps(train.config.training, train, checkpoint.state)
     prefetch.start(train, checkpoint.state, max_steps=steps)
     reference = Reference(spec, objective, (train, splits.validation))

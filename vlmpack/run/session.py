@@ -52,7 +52,7 @@ class Session:
         first, check = self.trainer.totals.step, self.trainer.stepper.check
         try:
             with out_of_memory_named(self.built):
-                self.trainer.run(self._steps())
+                self.trainer.run(self.steps())
             if self.place.ranks.is_main and check is not None and self.trainer.totals.step > first:
                 check.name_untrained()
         finally:
@@ -71,7 +71,8 @@ class Session:
         figures = self.place.run_dir.final_figures() if ranks.is_main else {}
         self.trainer.listeners.callbacks.tell("on_end", figures)
 
-    def _steps(self) -> Iterator[GlobalStep]:
+    def steps(self) -> Iterator[GlobalStep]:
+        """The global batches from where the trainer stands to the last, once."""
         text = self.trainer.totals.data_state
         state = self.train.start()
         if text is not None:

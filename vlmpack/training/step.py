@@ -232,12 +232,12 @@ class Stepper:
         sentinel = self.sentinel if self.sentinel and self.sentinel.is_due(step) else None
         if sentinel is not None:
             objective = sentinel.watched(objective)
-        made = self._pass(step, objective, batches, names, counts)
+        made = self.compute(step, objective, batches, names, counts)
         result, computed = made.sums, time.perf_counter()
         if not result.is_finite:
             self._refuse_weights(step)
             self.memory.put_back()
-            again = self._pass(step, self.objective, batches, names, counts)
+            again = self.compute(step, self.objective, batches, names, counts)
             self.engine.zero_gradients()
             self.memory.put_back()
             message = self._non_finite_words(step, names, made, again)
@@ -256,7 +256,7 @@ class Stepper:
             "optimizer_seconds": time.perf_counter() - computed,
         }
 
-    def _pass(
+    def compute(
         self,
         step: int,
         objective: Objective,
@@ -264,7 +264,12 @@ class Stepper:
         names: Sequence[Sequence[str]],
         counts: Counts,
     ) -> Pass:
-        """Gradients of the mean loss, clipped, and the global sums. Reads the host once."""
+        """Gradients of the mean loss, clipped, and the global sums. Reads the host once.
+
+        Args:
+            names: the samples of each micro-batch, for messages.
+            counts: of the global batch, this rank's part.
+        """
         if self.dropout_seed is not None:
             torch.manual_seed(seed_of_step(self.dropout_seed, step, self.ranks.dp_rank))
         self.engine.zero_gradients()

@@ -1,0 +1,165 @@
+"""A step that was not finite comes again, or does not, and what began it is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.forked import run_ranks
+from support.planted import planted
+from support.recipes import changed, copy_samples, run_settings
+from support.shards import ROOT
+from typer.testing import CliRunner
+
+import vlmpack
+from vlmpack.api import resolve
+from vlmpack.build.look import open_recipe
+from vlmpack.cli.app import app
+from vlmpack.errors import VlmpackError
+from vlmpack.training.metrics import read_rows
+
+PLANTED = ROOT / "tests/support/planted.py"
+STEPS = 6
+BAD = {2: "pixels", 3: "layer", 5: "objective", 6: "gradient"}
+FIRST = {
+    "pixels": "the input of model.model.visual (NaN)",
+    "layer": "the input of model.model.language_model.layers.2 (NaN)",
+    "objective": "the gradient of the output of PackedVLM (NaN)",
+    "gradient": "the gradient of the output of model.model.language_model.norm (NaN)",
+}
+"""The first tensor behind the place of the fault. An objective's is the gradient that it gives to
+the losses."""
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("replayed")
+    values = run_settings(
+        root,
+        training__max_steps=STEPS,
+        training__micro_batch_size=2,
+        training__on_non_finite="skip",
+        checkpoint__interval_steps=4,
+    )
+    copy_samples(ROOT / "assets/digits/train-000000.tar", Path(values["data"]["train"]), 40)
+    return values
+
+
+@pytest.fixture(scope="module")
+def plants(settings: dict[str, Any]) -> Mapping[int, str]:
+    """Step -> key of the sample with its fault."""
+    train, _ = open_recipe(resolve(settings, {}))
+    steps = [*train.batches(train.start(), rank=0, dp=1, max_steps=STEPS)]
+    found = {}
+    for step in BAD:
+        rows = (micro.batch for micro in steps[step - 1].micro_batches)
+        found[step] = next(
+            row.keys[0]
+            for row in rows
+            if row.media is not None and row.media_positions[0] < row.segment_lengths[0]
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def run_dir(settings: dict[str, Any], plants: Mapping[int, str]) -> Path:
+    by_key = {plants[step]: place for step, place in BAD.items()}
+    return vlmpack.finetune(settings, objective=planted(by_key)).run_dir
+
+
+def dump_of(run_dir: Path, step: int) -> Path:
+    return run_dir / f"dumps/step-{step:08d}.json"
+
+
+def by_key(plants: Mapping[int, str]) -> dict[str, str]:
+    return {plants[step]: place for step, place in BAD.items()}
+
+
+def state_of(run_dir: Path) -> dict[str, int]:
+    """Every file of a run, with when it was written."""
+    return {str(path): path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", BAD)
+def test_a_fault_comes_again_and_is_named(
+    run_dir: Path, plants: Mapping[int, str], step: int
+) -> None:
+    """By sample, module and direction. The steps before it are trained again, bit for bit, those
+    that were skipped left out."""
+    before = state_of(run_dir)
+    found = vlmpack.replay(dump_of(run_dir, step), objective=planted(by_key(plants)))
+    assert found.outcome == "comes again"
+    assert [name.split()[0] for name in found.alone] == [plants[step]]
+    assert found.first == FIRST[BAD[step]]
+    direction = "backward" if "gradient" in found.first else "forward"
+    assert f"in the {direction} pass" in "".join(found.words())
+    skipped = [one for one in BAD if found.started < one < step]
+    assert (found.started, found.trained) == (
+        4 if step > 4 else 0,
+        step - 1 - found.started - len(skipped),
+    )
+    assert found.loss_off == 0.0 and found.same_rows
+    assert state_of(run_dir) == before, "nothing of the run has changed"
+
+
+@pytest.mark.slow
+def test_what_needs_company_is_said(run_dir: Path, plants: Mapping[int, str]) -> None:
+    """The row of a fault that no sample has alone; and the same in float32."""
+    lonely = planted({plants[6]: "company"})
+    dump = dump_of(run_dir, 6)
+    found = vlmpack.replay(dump, objective=lonely, at_checkpoint=True, model__dtype="bfloat16")
+    assert (found.outcome, found.alone) == ("comes again packed", [])
+    [row] = found.rows
+    assert row[0].split()[0] == plants[6]
+    assert found.in_float32 is True and "which are older" in found.words()[0]
+
+
+@pytest.mark.slow
+def test_processes_replay_together(run_dir: Path, plants: Mapping[int, str]) -> None:
+    words = [str(PLANTED), str(dump_of(run_dir, 5)), json.dumps(by_key(plants))]
+    done = run_ranks(words, 2, timeout=300)
+    assert done.codes == [0, 0], done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["outcome"], found["same_rows"]) == ("comes again", True)
+    assert [name.split()[0] for name in found["alone"]] == [plants[5]]
+
+
+@pytest.mark.slow
+def test_a_fault_that_is_gone_is_no_cause(run_dir: Path) -> None:
+    found = vlmpack.replay(dump_of(run_dir, 6), objective=planted({}), at_checkpoint=True)
+    assert found.outcome == "does not come again"
+    assert (found.trained, found.alone, found.first) == (0, [], None)
+    assert "that device may be at fault" in found.words()[1]
+
+
+@pytest.mark.slow
+def test_the_command_says_it(settings: dict[str, Any], run_dir: Path, tmp_path: Path) -> None:
+    """Of a run without code of its own, whose step was finite after all."""
+    plain = changed(settings, run_dir=str(tmp_path / "run"), training__max_steps=3)
+    vlmpack.finetune(plain)
+    (tmp_path / "run/dumps").mkdir()
+    shutil.copy(dump_of(run_dir, 3), dump_of(tmp_path / "run", 3))
+    said = CliRunner().invoke(app, ["replay", str(dump_of(tmp_path / "run", 3)), "--json"])
+    assert said.exit_code == 0, said.output
+    found = json.loads(said.stdout)
+    assert found["outcome"] == "does not come again" and found["trained"] == 2
+    assert found["loss_off"] == 0.0 and found["same_rows"] is True
+    rows = read_rows(tmp_path / "run/metrics.jsonl")
+    rows[1]["num_tokens"] += 1
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "run/metrics.jsonl").write_text(text)
+    with pytest.raises(VlmpackError, match=r"step 2 has 4 samples .* the data changed since"):
+        vlmpack.replay(dump_of(tmp_path / "run", 3))
+
+
+def test_what_is_no_dump_is_named(tmp_path: Path) -> None:
+    with pytest.raises(VlmpackError, match=r"holds no recipe.yaml; expected a dump in the dumps/"):
+        vlmpack.replay(tmp_path / "dumps/step-00000001.json")
+    (tmp_path / "recipe.yaml").write_text("a: 1")
+    with pytest.raises(VlmpackError):
+        vlmpack.replay(tmp_path / "dumps/step-00000001.json")
