@@ -96,6 +96,7 @@ def _saved(gpu: FakeCuda, root: Path) -> dict[str, Path]:
     saver.save(content_of(engine, 1), engine.owned_slices)
     later = Saver(root / "later", single_rank(), keep=1)
     later.save_in_background(content_of(engine, 1), engine.owned_slices)
+    later.wait_for_copy()
     for _, _, value in engine.owned_slices():
         value.add_(1)
     later.finish()

@@ -8,19 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.engines import make_engine
 from support.plans import plan_inputs
+from support.recipes import small_settings
 from support.shard_fakes import FakeEncoder, config_for, write_shards
 from support.shards import TINY_MODEL
 
 from vlmpack.build.data import packing_mode
 from vlmpack.data.pipeline import TrainData
 from vlmpack.data.plan import batches
+from vlmpack.encode import Encoder
 from vlmpack.forecast import modes
 from vlmpack.forecast.figures import ModeFigures, RunPlan
 from vlmpack.forecast.make import plan_figures
+from vlmpack.forecast.open import plan_recipe
 from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.recipe.data import OnErrorSection
 from vlmpack.recipe.derived import multiples
+from vlmpack.words import sized
 
 COUNT = 203
 MODES = ("none", "in_batch", "online, stream", "online, batch")
@@ -241,3 +246,18 @@ def test_every_epoch_is_packed_to_count_the_steps_of_the_run(shards: tuple[str, 
     fixed = recipe_for("none")
     data = open_as(fixed, *shards, on_error=SKIP)
     assert planned(fixed, data, 1).run_steps == 2 * planned(fixed, data, 1).steps_per_epoch
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_copy_of_a_background_save_is_in_the_notes(tmp_path: Path, world_size: int) -> None:
+    """What an engine writes after a step, dealt out to its copies."""
+    saved = load_recipe(small_settings(tmp_path, training__micro_batch_size=2))
+    engine = make_engine(TINY_MODEL, Encoder(TINY_MODEL))
+    engine.optimizer_steps = 1
+    written = sum(value.nbytes for _, _, value in engine.owned_slices()) // world_size
+    quiet = plan_recipe(saved, world_size=world_size)
+    assert not any("checkpoint.asynchronous" in note for note in quiet.notes)
+    recipe = load_recipe(saved, {"checkpoint.asynchronous": True})
+    plan = plan_recipe(recipe, world_size=world_size)
+    (note,) = [note for note in plan.notes if "checkpoint.asynchronous" in note]
+    assert f"a copy of about {sized(written)} in the host memory" in note

@@ -59,7 +59,7 @@ def test_a_remark_names_its_first_sample(tmp_path: Path, caplog, own, others, sa
         objective=SimpleNamespace(remarks={"num_odd": ODD}),
         train=lambda *_, **__: (StepSums(totals={"num_odd": next(kinds)}, loss=None), {}),
     )
-    saver: Any = SimpleNamespace(is_writing=False)
+    saver: Any = SimpleNamespace(is_writing=False, wait_for_copy=None)
     trainer = Trainer(
         stepper=stepper,
         total_steps=3,

@@ -85,6 +85,7 @@ class PlanInputs:
         sizes: None if the model folder lacks them.
         unsized: why `sizes` is None, for the notes; may be empty.
         full_rows: plan memory and traffic for rows full in tokens and patches, whatever the data.
+        copies_saves: whether checkpoints are written in the background.
     """
 
     engine: EngineSpec
@@ -98,6 +99,7 @@ class PlanInputs:
     unsized: str = ""
     full_rows: bool = False
     answers: bool = False
+    copies_saves: bool = False
     links: Links = field(default_factory=Links)
 
     @property
@@ -153,7 +155,10 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
         imbalance=imbalance_figures(own, copies, config.row_cost),
         batch=batch_figures(inputs, figures[own.name], figures["none"], sequences.mean),
         memory=memory,
-        notes=_notes(inputs, own, figures["in_batch"].micro_batch_size),
+        notes=(
+            *_notes(inputs, own, figures["in_batch"].micro_batch_size),
+            *_saves_note(inputs, memory),
+        ),
         unit="pair" if pairs else "sample",
         reference=_reference(inputs, steps),
         traffic=_traffic(inputs, model, figures[own.name], total),
@@ -435,6 +440,20 @@ def _notes(inputs: PlanInputs, own: PlannedMode, micro: int) -> tuple[str, ...]:
             f"; with --planner stream it has the figures of online, {scope}"
         )
     return tuple(notes)
+
+
+def _saves_note(inputs: PlanInputs, memory: MemoryFigures | None) -> tuple[str, ...]:
+    """What the copy of a background save takes: trained weights and moments, dealt out to the ranks
+    that hold the same."""
+    if memory is None or not inputs.copies_saves:
+        return ()
+    split, trained, count = inputs.engine.parallelism, inputs.trained, memory.rank_trained
+    copied = 4 * count + sum(trained.moments.bytes_of(count)) - 6 * trained.rounded
+    copied //= inputs.world_size // (split.tensor * split.pipeline)
+    return (
+        f"checkpoint.asynchronous: a save holds a copy of about {sized(copied)} in the host memory "
+        "of each rank until it is written, and there is never a second one",
+    )
 
 
 def imbalance_figures(

@@ -69,6 +69,7 @@ def plan_recipe(
             objective=recipe.objective,
             packing=recipe.packing,
             answers=recipe.evaluation.generate,
+            copies_saves=recipe.checkpoint.asynchronous,
             config=replace(train.config, row_cost=build_cost_model(encoder)),
             split=train.split,
             sizes=sizes,

@@ -179,6 +179,8 @@ class Stepper:
     reference: Callable[[Engine, Sequence[Batch]], list[Batch]] | None = None
     start: StartCheck | None = None
     sentinel: Sentinel | None = None
+    before_update: Callable[[], None] = lambda: None
+    """Called before weights or moments change; a save may still be copying them."""
     memory: StepMemory = field(init=False)
 
     def __post_init__(self) -> None:
@@ -358,6 +360,7 @@ class Stepper:
         lr = self.schedule(step)
         if check is not None:
             check.before_step(lr=lr, num_seen_images=result.num_seen_images)
+        self.before_update()
         ACTIVITY.enter("optimizer")
         self.engine.step(lr)
         if check is not None:

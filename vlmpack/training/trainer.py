@@ -111,6 +111,8 @@ class Listeners:
     """The samples that were trained, in `samples/`."""
     skips: Listener
     """Samples left out: the log, and the end of a run that leaves out too many."""
+    spikes: Listener = field(default_factory=Listener)
+    """Losses and gradient norms far above those before, in the log."""
     reporting: Reporting
     """metrics.jsonl, the live line, experiment trackers."""
     callbacks: Callbacks
@@ -154,6 +156,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.saver.published = self._published
+        self.stepper.before_update = self.saver.wait_for_copy
 
     def _published(self, step: int, folder: Path) -> None:
         self._saved_step = max(self._saved_step, step)

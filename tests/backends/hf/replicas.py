@@ -121,6 +121,7 @@ def round_trip(
     )
     ranks, roots = stepper.ranks, [folder / f"{sharding}{suffix}" for suffix in ("", "-again")]
     saver = Saver(roots[0], ranks, keep=1)
+    stepper.before_update = saver.wait_for_copy
     saver.save_in_background(content_of(stepper.engine, STEPS), stepper.engine.owned_slices)
     owned = [list(box.lengths) for _, box, _ in stepper.engine.owned_slices()]
     steps = train_on(stepper, deal, samples)

@@ -49,6 +49,7 @@ def test_it_holds_the_values_of_the_step_it_was_begun_at(tmp_path, gate):
     saver = Saver(tmp_path, single_rank(), keep=2)
     begin(saver, 1, made)
     assert saver.is_writing
+    saver.wait_for_copy()
     for tensors in made.tensors.values():
         for value in tensors.values():
             value.add_(5)  # training goes on
@@ -62,6 +63,36 @@ def test_it_holds_the_values_of_the_step_it_was_begun_at(tmp_path, gate):
     assert len(names) == 2
     for name in names:
         assert (folder / name).read_bytes() == (other / name).read_bytes()
+
+
+def test_training_goes_on_until_weights_change(tmp_path, monkeypatch):
+    """The thread copies during the next forward and backward pass, and the update waits for it."""
+    copied, copy = threading.Event(), module.HostCopies.copy
+
+    def held(*arguments):
+        assert copied.wait(timeout=60)
+        return copy(*arguments)
+
+    monkeypatch.setattr(module.HostCopies, "copy", held)
+    made = engine()
+    saver = Saver(tmp_path, single_rank(), keep=1)
+    begin(saver, 1, made)  # does not wait
+
+    def update():
+        saver.wait_for_copy()
+        made.tensors["model"]["w"].add_(5)
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    thread.join(timeout=0.2)
+    assert thread.is_alive() and float(made.tensors["model"]["w"][0, 0]) == 1
+    copied.set()
+    thread.join(timeout=60)
+    assert not thread.is_alive() and float(made.tensors["model"]["w"][0, 0]) == 6
+    saver.finish()
+    saved = stored_tensors(step_folder(tmp_path, 1))
+    assert torch.equal(saved["model.w"], torch.ones(3, 4))
+    saver.wait_for_copy()  # nothing is left to do
 
 
 def test_until_it_is_published_the_older_one_is_the_newest(tmp_path, gate):

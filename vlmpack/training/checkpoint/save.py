@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,6 +181,7 @@ class Saver:
         self.keep = keep
         self.published = published
         self._pending: _Pending | None = None
+        self._copies: Future[list[tuple[Kind, TensorSlice, Tensor]]] | None = None
 
     @property
     def is_writing(self) -> bool:
@@ -201,9 +202,11 @@ class Saver:
         self._publish(folder, content, self._attempt(folder, slices))
 
     def save_in_background(self, content: CheckpointContent, slices: OwnedSlices) -> None:
-        """Copy this rank's boxes to the host and return; a thread writes them. Collective.
+        """Have a thread copy this rank's boxes, then write them. Collective.
 
-        The checkpoint is published by `finish`.
+        Nothing may change the values before `wait_for_copy`. What lies on a GPU is copied to the
+        host at once, since a second thread's calls to CUDA could fall into the recording of a
+        graph. The checkpoint is published by `finish`.
 
         Raises:
             CheckpointError: the folder cannot be made, or as `finish` for the save before.
@@ -213,14 +216,27 @@ class Saver:
         folder = self._start_folder(content.step)
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         try:
-            host = HostCopies()
-            copies = [(kind, box, host.copy(value)) for kind, box, value in slices()]
-        except Exception as error:  # out of memory, say: told to all ranks by `finish`
+            held = [*slices()]
+            copy: Callable[[Tensor], Tensor] = HostCopies().copy
+            if any(value.is_cuda for _, _, value in held):
+                held = [(kind, box, copy(value)) for kind, box, value in held]
+                copy = Tensor.detach
+        except Exception as error:  # told to all ranks by `finish`, as one of the thread is
             part = executor.submit(self._failure, error)
         else:
-            part = executor.submit(self._attempt, folder, lambda: copies)
-        executor.shutdown(wait=False)  # the thread ends with its one task
+            self._copies = executor.submit(
+                lambda: [(kind, box, copy(value)) for kind, box, value in held]
+            )
+            part = executor.submit(self._attempt, folder, self._copies.result)
+        executor.shutdown(wait=False)  # the thread ends with its last task
         self._pending = _Pending(folder, content, part)
+
+    def wait_for_copy(self) -> None:
+        """Wait until the values of a background save may change. Not collective."""
+        if self._copies is not None:
+            with ACTIVITY.during("copying what a checkpoint will hold", ()):
+                wait([self._copies])
+            self._copies = None  # the thread alone has the copy now
 
     def finish(self) -> None:
         """Wait for the background save, if there is one, and publish it. Collective.
@@ -228,6 +244,7 @@ class Saver:
         Raises:
             CheckpointError, NonFiniteError: as `save`.
         """
+        self.wait_for_copy()
         if self._pending is None:
             return
         ACTIVITY.enter("publishing a checkpoint")
@@ -236,6 +253,7 @@ class Saver:
 
     def abandon(self) -> None:
         """Wait for this rank's thread and publish nothing; what it wrote is removed later."""
+        self.wait_for_copy()
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.part.exception()
