@@ -44,7 +44,7 @@ from vlmpack.training.evaluations import Answers, Best, Validation
 from vlmpack.training.model_watch import ModelWatch
 from vlmpack.training.record import open_record, take_back, warn_of_damage
 from vlmpack.training.replicas import Replicas
-from vlmpack.training.reporting import Remarks, Reporting, SkipNotes
+from vlmpack.training.reporting import Remarks, Reporting, SkipNotes, Spikes
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import Stepper
 from vlmpack.training.trainer import Listeners, Publication, Totals, Trainer
@@ -169,6 +169,7 @@ def _trainer(
             replicas=Replicas(stepper),
             remarks=Remarks(stepper.objective, ranks),
             skips=skips,
+            spikes=Spikes(ranks),
             reporting=reporting,
             callbacks=callbacks,
             publication=Publication(saver),

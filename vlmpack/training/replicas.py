@@ -17,6 +17,7 @@ import torch
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.backends.boxes import digest
+from vlmpack.data.plan.state import DataState
 from vlmpack.errors import ReplicaError
 from vlmpack.training.listener import Boundary, Listener, TrainStep
 from vlmpack.training.step import MAX_NAMES, Stepper, seed_of_step
@@ -32,8 +33,9 @@ class Replicas(Listener):
 
     def __init__(self, stepper: Stepper) -> None:
         self.stepper = stepper
-        self._facts: Mapping[str, int] = {}
         self._step = self._agreed = 0
+        self._data: DataState | None = None
+        self._seeded = (0, 0)
 
     def on_start(self, here: Boundary) -> None:
         """Compare for the first time, and say how much is compared.
@@ -48,21 +50,10 @@ class Replicas(Listener):
 
     def on_step(self, step: TrainStep) -> None:
         """Note where this rank stands, before any other listener can change it."""
-        stepper, sums = self.stepper, step.sums
-        self._step = step.step
-        self._facts = {
-            "step": step.step,
-            "optimizer steps": stepper.engine.optimizer_steps,
-            "data position": _number(step.data.state.to_json()),
-            "learning rate": _number(repr(stepper.schedule(step.step - 1))),
-        }
-        seed, ranks = stepper.dropout_seed, stepper.ranks
-        trained = sums.loss is not None
-        if seed is not None and trained:  # a step that is taken back leaves an older seed
-            replica = ranks.rank // ranks.stage_size % ranks.dp_size
-            on_device = torch.cuda if stepper.engine.device.type == "cuda" else torch
-            drawn = on_device.initial_seed() ^ seed_of_step(seed, step.step - 1, replica)
-            self._facts |= {DROPOUT: _signed(drawn), "seed of all dropout": _signed(seed)}
+        self._step, self._data = step.step, step.data.state
+        if step.sums.loss is not None:  # a step that is taken back leaves an older seed
+            on_device = torch.cuda if self.stepper.engine.device.type == "cuda" else torch
+            self._seeded = step.step, on_device.initial_seed()
 
     def on_save(self) -> None:
         """Compare.
@@ -73,17 +64,34 @@ class Replicas(Listener):
         if self.stepper.ranks.world_size > 1:
             self._compare()
 
+    def _facts(self) -> dict[str, int]:
+        """What must be equal besides tensors, as 64-bit numbers."""
+        if self._data is None:
+            return {}
+        stepper, ranks, (step, drawn) = self.stepper, self.stepper.ranks, self._seeded
+        facts = {
+            "step": self._step,
+            "optimizer steps": stepper.engine.optimizer_steps,
+            "data position": _number(self._data.to_json()),
+            "learning rate": _number(repr(stepper.schedule(self._step - 1))),
+        }
+        if stepper.dropout_seed is not None and step:
+            replica = ranks.rank // ranks.stage_size % ranks.dp_size
+            drawn ^= seed_of_step(stepper.dropout_seed, step - 1, replica)
+            facts |= {DROPOUT: _signed(drawn), "seed of all dropout": _signed(stepper.dropout_seed)}
+        return facts
+
     def _compare(self) -> int:
         """Compare; the number of parts of this rank that others hold too. Collective."""
         ACTIVITY.enter_alone("comparing replicas")
-        engine, ranks = self.stepper.engine, self.stepper.ranks
+        engine, ranks, facts = self.stepper.engine, self.stepper.ranks, self._facts()
         held = [(name, digest(values)) for name, values in engine.held_parts()]
-        names = [*(name for name, _ in held), *self._facts]
+        names = [*(name for name, _ in held), *facts]
         keys = torch.tensor([_number(name) for name in names], device=engine.device)
-        facts = torch.tensor([*self._facts.values()], dtype=torch.int64, device=engine.device)
-        found = torch.cat([torch.stack([value for _, value in held]), facts])
+        others = torch.tensor([*facts.values()], dtype=torch.int64, device=engine.device)
+        found = torch.cat([torch.stack([value for _, value in held]), others])
         rows = ranks.gather_rows(torch.stack([keys, found], dim=1))
-        if DROPOUT in self._facts:  # the formula's row: no difference
+        if DROPOUT in facts:  # the formula's row: no difference
             rows.append(torch.tensor([[_number(DROPOUT), 0]], device=engine.device))
         whose = torch.repeat_interleave(torch.tensor([len(part) for part in rows]))
         key, value = torch.cat(rows).cpu().unbind(1)
@@ -97,7 +105,7 @@ class Replicas(Listener):
             table = torch.stack([key, value, whose], dim=1)[differing].tolist()
             raise self._error(dict(zip(map(_number, names), names, strict=True)), table)
         self._agreed = self._step
-        return int((holders[place[: whose.eq(0).sum()]] > 1).sum()) - len(self._facts)
+        return int((holders[place[: whose.eq(0).sum()]] > 1).sum()) - len(facts)
 
     def _error(self, names: Mapping[int, str], table: list[list[int]]) -> ReplicaError:
         """What differs, by which ranks disagree. Collective.

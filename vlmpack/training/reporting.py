@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 from vlmpack.data.loading.ledger import LEDGER_NAME, Ledger, SkipLimiter, SkipLimits
@@ -16,7 +19,7 @@ from vlmpack.training.objective import Objective, ratios
 from vlmpack.training.run_dir import RunDir
 from vlmpack.training.step import Stepper
 from vlmpack.training.trackers import Trackers
-from vlmpack.words import counted
+from vlmpack.words import counted, some_of
 
 logger = logging.getLogger("vlmpack")
 
@@ -45,6 +48,70 @@ class Remarks(Listener):
             said = f"{count:,} {remark.one if count == 1 else remark.many}"
             first = f", {'first ' if count > 1 else ''}{remarks[0]}"
             logger.warning("note: step %d: %s%s", step.step, said, first)
+
+
+WINDOW, LEAST_WINDOW = 128, 32
+"""Steps that a figure is compared with, and how many there must be."""
+SPIKE = 20.0
+"""Deviations above the median from which a figure is a spike. Gradient norms have long tails. In
+clean runs of the demo they reach 13."""
+MOST_SAMPLES = 64
+"""Samples that a line names."""
+LEAST_SHARE = 0.02
+"""The least deviation, as a share of the median, or equal figures would make any a spike."""
+
+
+class Spikes(Listener):
+    """Logs a loss or a gradient norm far above those of the steps before, with the step's samples.
+
+    A deviation is 1.4826 times the median distance from the median, which for normal figures is
+    their standard deviation. A spike cannot move it. The window is in the checkpoint. It takes
+    finite figures alone, so a step that was skipped never enters it.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.windows = {name: deque[float](maxlen=WINDOW) for name in ("loss", "grad_norm")}
+        self._high: set[str] = set()
+
+    def on_step(self, step: TrainStep) -> None:
+        """Report figures that have become spikes. Collective if there is one."""
+        figures = {"loss": step.sums.loss, "grad_norm": step.sums.grad_norm}
+        if not math.isfinite(math.fsum(math.nan if x is None else x for x in figures.values())):
+            return
+        found = {}
+        for name, figure in figures.items():
+            assert figure is not None
+            window, deviations = self.windows[name], 0.0
+            if len(window) >= LEAST_WINDOW:
+                middle = median(window)
+                spread = 1.4826 * median([abs(one - middle) for one in window])
+                deviations = (figure - middle) / max(spread, LEAST_SHARE * abs(middle), 1e-12)
+            window.append(figure)
+            if deviations < SPIKE:
+                self._high.discard(name)
+            elif name not in self._high:
+                self._high.add(name)
+                found[name] = f"{name} {figure:.4g} after a median of {middle:.4g} "
+                found[name] += f"({deviations:.0f} deviations)"
+        if found:
+            everyone = self.ranks.gather_objects([*chain.from_iterable(step.data.names)])
+            samples = some_of(dict.fromkeys(chain.from_iterable(everyone)), MOST_SAMPLES)
+            said = "; ".join(found.values())
+            logger.warning("spike: step %d: %s. Its samples: %s", step.step, said, samples)
+
+    def state(self) -> Mapping[str, Any]:
+        return {"spikes": {name: [*window] for name, window in self.windows.items()}}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        for name, figures in state.get("spikes", {}).items():
+            self.windows[name].extend(figures)
+
+
+def median(figures: Iterable[float]) -> float:
+    """The upper one of two in the middle."""
+    ordered = sorted(figures)
+    return ordered[len(ordered) // 2]
 
 
 class SkipNotes(Listener):
