@@ -156,6 +156,20 @@ def test_shards_that_are_indexed_as_the_run_goes_on(
     assert any("data.shuffle is window" in note for note in plan.notes)
 
 
+def test_the_cost_of_the_sentinel_is_said(shards: tuple[str, Path], tmp_path: Path) -> None:
+    recipe = recipe_for("in_batch")
+    data = open_as(recipe, shards[0], tmp_path / "index", on_error=SKIP)
+    assert not any("sentinel" in note for note in planned(recipe, data, 1).notes)
+    training = data.config.training.model_copy(update={"sentinel_interval": 500})
+    config = replace(data.config, training=training)
+    plan = plan_figures(plan_inputs(recipe, config=config, split=data.split, world_size=2))
+    (said,) = [note for note in plan.notes if "sentinel" in note]
+    samples = plan.mode.samples / plan.mode.steps / 2
+    share = float(said.partition("steps: ")[2].partition("%")[0]) / 100
+    assert share == pytest.approx(1 / 3 / 500 / samples, abs=1e-5)
+    assert 0 < share < 0.005
+
+
 @pytest.mark.parametrize("shuffle", ["global", "window"])
 @pytest.mark.parametrize("name", ["in_batch", "online, stream"])
 def test_rows_of_a_long_epoch_are_estimates_and_its_samples_are_counted(

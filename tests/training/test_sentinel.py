@@ -6,12 +6,14 @@ import logging
 import random
 from dataclasses import replace
 from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support import engines
 from support.engines import make_engine, make_stepper, policy
 from support.pairs import cooked_pair, raw_pairs
+from support.recipes import MINIMAL, write_recipe
 from support.shards import TINY_MODEL
 from support.shared import encoded_pairs, pairs_about_one_image, questions
 
@@ -21,10 +23,12 @@ from vlmpack.backends.fused import FusedOps
 from vlmpack.backends.hf import engine as hf_engine
 from vlmpack.backends.row_operators import rms_norm
 from vlmpack.build.engine import resolved_compute
+from vlmpack.build.objective import build_stepper, objective_spec
 from vlmpack.encode import Encoder
-from vlmpack.errors import SentinelError
+from vlmpack.errors import CapabilityError, SentinelError
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.packing.pairs import sample_in
+from vlmpack.recipe import load_recipe
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.training.objective import SFT, Objective
 from vlmpack.training.preference import dpo
@@ -77,7 +81,15 @@ def leaks(weight):
 
 
 def scaled(factor):
-    return lambda *args, **options: factor * segment_attention(*args, **options)
+    """Every number of the output is off by this factor, up and down by turns, as a norm behind it
+    would take out one that is the same for all."""
+
+    def attend(query, key, value, params, **options):
+        out = segment_attention(query, key, value, params, **options)
+        ups = torch.tensor([factor, 2 - factor], dtype=out.dtype)
+        return out * ups.repeat(out.shape[-1] // 2)
+
+    return attend
 
 
 @pytest.fixture
@@ -199,6 +211,21 @@ def test_the_sample_follows_from_seed_step_and_replica(engine, encoded):
     assert chosen[:8] == chosen[8:16]
     assert chosen[:8] != chosen[16:]
     assert len(set(chosen)) > 3
+
+
+def test_a_recipe_says_how_often_it_looks(engine, tmp_path):
+    path = write_recipe(tmp_path / "recipe.yaml", MINIMAL)
+    asked = ["training.sentinel_interval=7", "training.on_sentinel=warn", "training.seed=5"]
+    for texts, found in (([], None), (asked, (7, "warn", 5))):
+        spec = objective_spec(load_recipe(path, texts))
+        made = build_stepper(spec, engine, engine.ranks, total_steps=9).sentinel
+        assert (made and (made.interval, made.on_difference, made.seed)) == found
+
+
+def test_layers_without_a_plain_path_are_refused_at_launch():
+    engine = SimpleNamespace(has_plain_path=False)
+    with pytest.raises(CapabilityError, match="layers of Transformer Engine have no plain path"):
+        Sentinel(engine=engine, interval=5, on_difference="stop", seed=0, multiples=alignment())
 
 
 def test_it_looks_at_each_nth_step(engine, encoded, monkeypatch):

@@ -113,7 +113,7 @@ def run_case(make: Callable[[], Any], layout: Any, whole: Callable[[Any], Any]) 
         sentinel = stepper.sentinel
         if not has:
             stepper.sentinel = None
-        steps_of(stepper, layout, 4)
+        steps_of(stepper, layout, 6)
         weights.append(whole(stepper.engine))
     first = list(compared)
     found = {
@@ -142,9 +142,9 @@ def run_case(make: Callable[[], Any], layout: Any, whole: Callable[[Any], Any]) 
 
 
 def labels_of(sentinel: Any, layout: Any, ranks: Any) -> int:
-    """Label tokens of the samples that a replica compares in steps 2 and 4."""
+    """Label tokens of the samples that a replica compares in steps 2, 4 and 6."""
     mine, total = batches_of(layout)[ranks.dp_rank :: layout.dp], 0
-    for step in (1, 3):
+    for step in (1, 3, 5):
         number, place = sentinel._choose(step, mine)
         labels = set(mine[number].label_positions.tolist())
         total += len(labels.intersection(slots_of(mine[number], place).tolist()))
@@ -183,7 +183,7 @@ def test_all_ranks_compare_and_stop_alike(answers: Any, name: str) -> None:
     ranks = answers(name)
     assert all(rank["equal"] and rank["tensors"] > 20 for rank in ranks)
     replicas = len({rank["replica"] for rank in ranks})
-    assert [len(rank["said"]) for rank in ranks] == [2, 0]
+    assert [len(rank["said"]) for rank in ranks] == [3, 0]
     whose = "1 sample alone" if replicas == 1 else "2 samples alone"
     assert all(whose in line for line in ranks[0]["said"])
     counts = [rank["compared"] for rank in ranks]

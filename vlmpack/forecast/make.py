@@ -158,6 +158,7 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
         notes=(
             *_notes(inputs, own, figures["in_batch"].micro_batch_size),
             *_saves_note(inputs, memory),
+            *_sentinel_notes(inputs, figures[own.name]),
         ),
         unit="pair" if pairs else "sample",
         reference=_reference(inputs, steps),
@@ -453,6 +454,23 @@ def _saves_note(inputs: PlanInputs, memory: MemoryFigures | None) -> tuple[str, 
     return (
         f"checkpoint.asynchronous: a save holds a copy of about {sized(copied)} in the host memory "
         "of each rank until it is written, and there is never a second one",
+    )
+
+
+def _sentinel_notes(inputs: PlanInputs, own: ModeFigures) -> tuple[str, ...]:
+    """What the sentinel costs, of mean steps. A backward pass counts as two forward passes."""
+    training, lora = inputs.config.training, inputs.engine.policy.lora
+    interval = training.sentinel_interval
+    if interval is None:
+        return ()
+    samples = max(1.0, own.mean_batch_samples / inputs.copies)
+    passes, again = 1 / samples, ""
+    if lora is not None and lora.dropout > 0:
+        per_copy = training.global_batch_size / inputs.copies / training.micro_batch_size
+        passes, again = passes + 1 / max(1.0, per_copy), ", and a row again without dropout"
+    return (
+        f"the sentinel runs a sample of {samples:,.1f} forward once more every {interval:,} steps"
+        f"{again}: {passes / (3 * interval):.3%} of what the steps compute",
     )
 
 

@@ -36,9 +36,9 @@ from vlmpack.training.objective import SFT, Objective
 
 logger = logging.getLogger("vlmpack")
 
-BOUNDS: Mapping[torch.dtype, float] = {torch.float32: 2e-5, torch.bfloat16: 0.15}
-"""Largest difference of a token's loss, over the loss where that is above 1. By compute dtype, at
-least three times the largest of clean runs (docs/measured.md)."""
+BOUNDS: Mapping[torch.dtype, float] = {torch.float32: 2e-5, torch.bfloat16: 0.1}
+"""Largest difference of a token's loss, over the loss where that is above 1, by compute dtype.
+Clean runs stay below 1.5e-6 and 0.036 (docs/measured.md)."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
