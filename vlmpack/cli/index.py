@@ -331,9 +331,10 @@ def _write_tables(
     if not isinstance(builder, ShardBuilder):
         return
     stamps = {report.path: report.stamp for report in reports if report.stamp is not None}
+    settings = BuildSettings(directory=folder)
     for name, paths in reading.splits.items():
         if paths and name in TRAINED:
-            open_table([stamps[path] for path in paths], builder, BuildSettings(directory=folder))
+            open_table([stamps[path] for path in paths], builder, settings, keep=False)
 
 
 def _print_first_bad(reports: Sequence[ShardReport]) -> None:

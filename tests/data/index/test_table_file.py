@@ -24,12 +24,12 @@ from support.shard_fakes import (
 )
 
 from vlmpack.data.index import columns_file, parts, table, table_file
-from vlmpack.data.index.columns_file import ColumnsWriter, open_columns
+from vlmpack.data.index.columns_file import ColumnsFile, ColumnsWriter, open_columns
 from vlmpack.data.index.lengths import LengthsBuilder, ShardBuilder, open_lengths
 from vlmpack.data.index.parts import BuildSettings, open_part
 from vlmpack.data.index.shard_index import IndexBuilder, open_index
 from vlmpack.data.index.table import chosen
-from vlmpack.data.index.table_file import MOST_KEPT
+from vlmpack.data.index.table_file import MOST_KEPT, open_table
 from vlmpack.errors import DataError
 from vlmpack.recipe.data import OnErrorSection
 from vlmpack.recipe.sources import Source
@@ -475,3 +475,19 @@ def test_builders_of_the_same_parts_share_a_name(tmp_path: Path) -> None:
     one = table_file.open_table(stamps, ShardBuilder.of(lengths), settings)
     open_data(pattern, tmp_path / "i")
     assert one.path == files(tmp_path / "i")[0] and len(files(tmp_path / "i")) == 1
+
+
+def test_a_table_that_is_only_written_is_not_kept_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `vlmpack index` leaves it. A launch is the control."""
+    pattern = write_shards(tmp_path, 4, per_shard=2)
+    lengths = LengthsBuilder(IndexBuilder(LocalFetcher()), tmp_path / "i", FakeEncoder())
+    stamps = [LocalFetcher().head(path) for path in expand_shards([pattern], key="k")]
+    settings, builder = BuildSettings(directory=tmp_path / "i"), ShardBuilder.of(lengths)
+    kept: list[int] = []
+    monkeypatch.setattr(ColumnsFile, "keep_in_memory", lambda file: kept.append(file.num_rows))
+    for _ in range(2):
+        assert open_table(stamps, builder, settings, keep=False).num_rows == 4 and not kept
+    open_table(stamps, builder, settings)
+    assert kept == [4]

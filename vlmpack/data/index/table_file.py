@@ -144,19 +144,26 @@ class TableWriter:
 
 
 def open_table(
-    stamps: Sequence[ShardStamp], builder: ShardBuilder, settings: BuildSettings
+    stamps: Sequence[ShardStamp],
+    builder: ShardBuilder,
+    settings: BuildSettings,
+    *,
+    keep: bool = True,
 ) -> ColumnsFile:
     """The table of some shards. What is missing of it is indexed, measured and written.
 
     One process writes the file, and those that want it wait. Where it cannot be written, each
     process keeps the table in memory.
 
+    Args:
+        keep: whether a file of fewer than LARGE samples is compared and kept in memory.
+
     Raises:
         DataError: the first shard in order that is damaged or out of reach; class `transport` where
             a table of more than MOST_IN_MEMORY samples cannot be written.
     """
     index, lengths, path = table_parts(stamps, builder, settings)
-    file = _open_current(path, builder)
+    file = _open_current(path, builder, keep=keep)
     if file is not None:
         return file
     build_parts(index, builder, settings, what="index")
@@ -164,7 +171,7 @@ def open_table(
     pairs = partial(_pairs, index, lengths, builder)
     try:
         build_parts([Part(stamps[0], str(path))], partial(_write, pairs), settings, what="table")
-        if (file := _open_current(path, builder)) is not None:
+        if (file := _open_current(path, builder, keep=keep)) is not None:
             return file
         raise unwritable(str(path), OSError("it does not read back"))
     except DataError as error:
@@ -185,14 +192,13 @@ def table_parts(
     return index, lengths, settings.directory / f"{digest}{SUFFIX}"
 
 
-def _open_current(path: Path, builder: ShardBuilder) -> ColumnsFile | None:
-    """The file, where it is whole and its objects are written as they are now. A file of fewer than
-    LARGE samples is kept in memory."""
+def _open_current(path: Path, builder: ShardBuilder, *, keep: bool) -> ColumnsFile | None:
+    """The file, where it is whole and its objects are written as they are now."""
     file = open_columns(path)
     if file is None:
         return None
     try:
-        if file.num_rows < LARGE:
+        if keep and file.num_rows < LARGE:
             file.keep_in_memory()
     except DataError as error:
         logger.warning("%s", error.reason)
