@@ -365,6 +365,17 @@ def test_bad_records_are_left_out_and_listed(tmp_path: Path) -> None:
         run(tmp_path, [asking("b.mp4")], skip_bad=True)
 
 
+def test_a_title_may_be_in_any_encoding(tmp_path: Path) -> None:
+    """Cameras write them in their own, and the frames are what is read."""
+    path = write_video(tmp_path / "a.mp4", even(13), LOSSLESS["mp4"])
+    (plain,) = run(tmp_path, [asking()])
+    data = path.read_bytes()
+    assert data.count(b"Lavf") == 1, "guard: the file says what wrote it"
+    path.write_bytes(data.replace(b"Lavf", b"\xbe\xe9\xff\xfe"))
+    (odd,) = run(tmp_path, [asking()])
+    assert all(map(np.array_equal, pixels(odd), pixels(plain))) and len(pixels(odd)) > 1
+
+
 def test_without_pyav_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(CapabilityError, match=r"pip install 'av>=15.1' \(the extra `video`\)"):

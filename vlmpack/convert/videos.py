@@ -263,7 +263,8 @@ def _encoded(picture: Image.Image, settings: VideoSettings) -> bytes:
 def _open(av: Any, stream: BinaryIO, name: str) -> Iterator[tuple[Any, Any]]:
     """(container, its video stream)"""
     options = {"format_whitelist": ",".join(CONTAINERS)}
-    with av.open(stream, container_options=options) as container:
+    # A title may be in any encoding, and is not read.
+    with av.open(stream, container_options=options, metadata_errors="replace") as container:
         video = container.streams.best("video")
         if video is None:
             kinds = counted(len(container.streams), "stream")

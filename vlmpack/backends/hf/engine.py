@@ -148,7 +148,7 @@ class HFEngine:
         if self.sharded:
             shard_model(self.vlm, ranks, compute_dtype=compute.dtype, replicate=split.replicate)
         else:
-            self.module = self.accelerator.prepare_model(self.vlm.to(ranks.device))
+            self.module = _ordered(self.accelerator.prepare_model(self.vlm.to(ranks.device)))
         rounded = self._round_weights() if policy.optim.rounds else 0
         self.working = None if compute.captures or rounded else self._working_weights()
         if self.compiled is not None:
@@ -466,6 +466,21 @@ def _replicas(ranks: Ranks, split: ParallelismSection) -> str:
         return "DDP"
     copies = split.replicate
     return "FSDP2" if copies == 1 else f"HSDP: {copies} copies over {ranks.world_size // copies}"
+
+
+def _ordered(module: Any) -> Any:
+    """A model whose buckets DDP has put into their last order, by zeros for gradients.
+
+    It does so after its first backward, and a ring of three or more sums the parts of a bucket in
+    an order that depends on where they lie: the first step after a resume would differ by rounding.
+    """
+    is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
+    if is_ddp and module.process_group.size() > 2 and not module.find_unused_parameters:
+        module.reducer.prepare_for_backward([])
+        with torch.enable_grad():
+            zeros = [value.sum() * 0 for value in module.parameters() if value.requires_grad]
+            torch.stack([zero.float() for zero in zeros]).sum().backward()
+    return module
 
 
 def _accelerator(ranks: Ranks, *, find_unused: bool) -> Any:
