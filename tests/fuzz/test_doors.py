@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from fuzz.doors_calls import DOORS as CALLS
 from fuzz.doors_data import DOORS as DATA
+from fuzz.doors_files import DOORS as FILES
 from fuzz.doors_model import DOORS as MODEL
 from fuzz.doors_runs import DOORS as RUNS
 from fuzz.doors_stores import DOORS as STORES
@@ -25,11 +26,11 @@ from vlmpack.errors import VlmpackError
 ALL = 500_000
 ONE_END = {
     *("index part", "asked address", "host", "small files of a model", "checkpoint"),
-    "pictures of a run",
+    *("pictures of a run", "weight index"),
 }
 """What is damaged is made again; nobody answers; no file has to be there; damage is an answer; two
 of them alone are quick."""
-DOORS = [*DATA, *STORES, *MODEL, *RUNS, *CALLS]
+DOORS = [*DATA, *FILES, *STORES, *MODEL, *RUNS, *CALLS]
 SHARES = sum(door.share for door in DOORS)
 
 
