@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from dataclasses import replace
 from itertools import accumulate
@@ -13,11 +14,12 @@ import torch
 from support import engines
 from support.engines import make_engine, make_stepper, policy
 from support.pairs import cooked_pair, raw_pairs
-from support.recipes import MINIMAL, write_recipe
+from support.recipes import MINIMAL, rows, run_settings, write_recipe
 from support.shards import TINY_MODEL
 from support.shared import encoded_pairs, pairs_about_one_image, questions
 
 from vlmpack.alignment import alignment
+from vlmpack.api import resolve, run_recipe
 from vlmpack.attention import segment_attention
 from vlmpack.backends.fused import FusedOps
 from vlmpack.backends.hf import engine as hf_engine
@@ -27,6 +29,7 @@ from vlmpack.build.objective import build_stepper, objective_spec
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, SentinelError
 from vlmpack.packing import PackCollator, PadCollator
+from vlmpack.packing.batch import ImageOwners
 from vlmpack.packing.pairs import sample_in
 from vlmpack.recipe import load_recipe
 from vlmpack.recipe.objective import ObjectiveSection
@@ -123,6 +126,27 @@ def test_a_sample_of_a_batch_is_the_one_that_went_in(encoded, pairs, collate, ki
     assert any(sample.media is not None for sample in samples)
     for place, sample in enumerate(samples):
         same_sample(sample_in(batch, place), sample)
+
+
+def test_a_sample_has_the_images_of_its_process(encoded):
+    """Of two processes that divide the images of a row, one has those of every other place."""
+    samples, number = [], 0
+    for sample in encoded:
+        media = sample.media
+        if media is not None:
+            ranks = tuple((number + n) % 2 for n in range(media.num_images))
+            number += media.num_images
+            parts = media.pixel_values.split([math.prod(grid) for grid in media.grid_thw])
+            mine = [part for part, rank in zip(parts, ranks, strict=True) if rank == 1]
+            pixels = torch.cat(mine) if mine else media.pixel_values[:0]
+            media = replace(media, pixel_values=pixels, owners=ImageOwners(ranks, 1, 2))
+        samples.append(replace(sample, media=media))
+    batch = COLLATE(samples)
+    for place, sample in enumerate(samples):
+        found = sample_in(batch, place)
+        same_sample(found, sample)
+        assert sample.media is None or found.media.owners == sample.media.owners
+    assert number > 4
 
 
 def test_a_sample_of_a_row_that_shares_prefixes_is_whole():
@@ -288,3 +312,25 @@ def test_a_fused_layer_that_is_off_is_found(tiny_folder, encoder, encoded, monke
             continue
         with pytest.raises(SentinelError):
             train(stepper, [COLLATE(encoded)])
+
+
+@pytest.mark.slow
+def test_a_run_ends_at_a_difference_and_goes_on_from_the_step_before(tmp_path, monkeypatch):
+    def settings(name, **more):
+        lengths = {"training__max_steps": 4, "checkpoint__interval_steps": 1}
+        return run_settings(tmp_path, run_dir=str(tmp_path / name), **lengths, **more)
+
+    run_recipe(resolve(settings("without"), {}))
+    run_recipe(resolve(settings("with", training__sentinel_interval=2), {}))
+    expected = rows(tmp_path / "without", "loss", "grad_norm")
+    assert rows(tmp_path / "with", "loss", "grad_norm") == expected and len(expected) == 4
+    faulty = resolve(settings("faulty", training__sentinel_interval=3), {})
+    with monkeypatch.context() as patch:
+        patch.setitem(BOUNDS, torch.float32, -1.0)
+        with pytest.raises(SentinelError, match="sentinel: step 3: sample"):
+            run_recipe(faulty)
+    assert rows(tmp_path / "faulty", "loss", "grad_norm") == expected[:2]
+    kept = sorted(path.name for path in (tmp_path / "faulty/checkpoints").iterdir())
+    assert kept[-1] == "step-00000002"
+    run_recipe(resolve(settings("faulty"), {}))  # the identity has no sentinel
+    assert rows(tmp_path / "faulty", "loss", "grad_norm") == expected
