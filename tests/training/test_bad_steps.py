@@ -3,9 +3,11 @@ run."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
-from collections.abc import Collection
+import tarfile
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +22,7 @@ from support.recipes import changed, copy_samples, rows, run_settings, write_rec
 from support.shards import ROOT
 from torch import Tensor, nn
 
-from vlmpack import Callback, Event, finetune
+from vlmpack import Callback, Event, finetune, replay
 from vlmpack.api import resolve
 from vlmpack.build.engine import policy_of
 from vlmpack.build.look import open_recipe, open_train
@@ -89,13 +91,13 @@ def keys_of(step: GlobalStep) -> list[str]:
 
 
 def literal_loop(
-    settings: dict[str, Any], steps: list[GlobalStep], bad: Collection[int] = BAD
+    settings: dict[str, Any], steps: Iterable[GlobalStep], bad: Collection[int] = BAD
 ) -> dict[str, Tensor]:
     """The weights after a loop that does not call the optimizer in bad steps."""
     recipe = resolve(settings, {})
     _, encoder = open_recipe(recipe)
     engine = engine_of(recipe.model, recipe.parallelism, encoder, Ranks(), policy_of(recipe))
-    rate = Schedule(recipe.optim, STEPS)
+    rate = Schedule(recipe.optim, recipe.training.max_steps or 0)
     for number, step in enumerate(steps, 1):
         if number in bad:
             continue
@@ -148,6 +150,80 @@ def test_a_run_with_skipped_steps_is_a_loop_without_them_and_resumes(
     assert rows(tmp_path / "whole", *columns) == rows(tmp_path / "broken", *columns)
     for name in ("whole", "broken"):
         check_accounts(tmp_path / name, steps, plants)
+
+
+def copies(shard: Path, count: int) -> None:
+    """A shard of so many samples, each with a key of its own: those of the digits in turn."""
+    with tarfile.open(ROOT / "assets/digits/train-000000.tar") as tar:
+        members = [(entry.name, tar.extractfile(entry)) for entry in tar]
+        parts = [(name.partition("."), file.read()) for name, file in members if file is not None]
+    by_key: dict[str, list[tuple[str, bytes]]] = {}
+    for (key, dot, ending), data in parts:
+        by_key.setdefault(key, []).append((dot + ending, data))
+    samples = [*by_key.values()]
+    with tarfile.open(shard, "w") as out:
+        for number in range(count):
+            for ending, data in samples[number % len(samples)]:
+                entry = tarfile.TarInfo(f"copy{number:06d}{ending}")
+                entry.size = len(data)
+                out.addfile(entry, io.BytesIO(data))
+
+
+@pytest.mark.parametrize(
+    ("length", "apart", "transient_each", "replayed"),
+    [
+        pytest.param(300, 50, 6, 0, marks=pytest.mark.slow, id="300"),
+        pytest.param(10_000, 83, 6, 120, marks=pytest.mark.soak, id="10000"),
+    ],
+)
+def test_a_long_run_ends_by_itself(
+    tmp_path: Path, length: int, apart: int, transient_each: int, replayed: int
+) -> None:
+    """Faults in one step of `apart`, every sixth of them transient. The weights are those of a loop
+    that leaves these steps out, bit for bit."""
+    values = run_settings(
+        tmp_path,
+        training__max_steps=length,
+        training__micro_batch_size=2,
+        training__global_batch_size=2,
+        training__on_non_finite="skip",
+        training__max_skipped_steps=20,
+        checkpoint__interval_steps=500,
+    )
+    copies(Path(values["data"]["train"]), 2 * length)
+
+    def batches() -> Iterator[GlobalStep]:
+        train, _ = open_recipe(resolve(values, {}))
+        return train.batches(train.start(), rank=0, dp=1, max_steps=length)
+
+    plants, bad, transient = dict[str, str](), list[int](), list[str]()
+    for number, step in enumerate(batches(), 1):
+        row = step.micro_batches[0].batch
+        if number % apart == apart // 2:
+            place = PLACES[len(bad) % len(PLACES)]
+            if row.media is None or row.media_positions[0] >= row.segment_lengths[0]:
+                place = "layer"  # its first sample has no image
+            plants[row.keys[0]] = place
+            bad.append(number)
+            transient += [row.keys[0]] if len(bad) % transient_each == 0 else []
+    assert len(plants) == len(bad) == length // apart and transient
+    finetune(values, objective=planted(plants, transient))
+    run_dir = RunDir(Path(values["run_dir"]))
+    skipped = [row["step"] for row in read_rows(run_dir.metrics) if "skipped" in row]
+    assert skipped == bad
+    expected, found = literal_loop(values, batches(), bad), tensors_of(run_dir.path)
+    for name, weight in expected.items():
+        assert torch.equal(found[f"model.{name}"], weight), name
+    for step, key in zip(bad, plants, strict=True):
+        dump = json.loads((run_dir.dumps / f"step-{step:08d}.json").read_text())
+        assert dump["repeats"] is (key not in transient)
+    for step, key in [*zip(bad, plants, strict=True)][:replayed]:
+        path = run_dir.dumps / f"step-{step:08d}.json"
+        again = replay(path, objective=planted(plants, transient), at_checkpoint=True)
+        if key in transient:
+            continue  # it comes once in a process, and this is another one's first time
+        assert again.outcome == "comes again" and again.first is not None
+        assert [name.split()[0] for name in again.alone] == [key]
 
 
 def check_accounts(folder: Path, steps: list[GlobalStep], plants: dict[str, str]) -> None:
