@@ -20,7 +20,7 @@ export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 # With it pytest rewrites every test file in each process, and each run of a test compiles the package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-rest test-megatron soak-megatron test-all kernels references megatron torch-next test-map soak lint format families families-sweep walk bench growth operators gpu-table docs reference-pages assets clean help
+.PHONY: install demo test test-rest test-megatron soak-megatron test-all kernels references megatron torch-next test-map soak faults soak-faults reliability lint format families families-sweep walk bench growth operators gpu-table docs reference-pages assets clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -114,6 +114,17 @@ soak: $(STAMP)  ## repetitions and full products of cases, before a release: hou
 
 soak-megatron: $(STAMP)  ## what `make soak` runs of the mcore engine, on the newest megatron-core as `make test-megatron`
 	$(OF_MEGATRON) -m 'soak and megatron'
+
+FAULTS = PYTHONPATH=.:tests $(BIN)/python -m
+faults: $(STAMP)  ## each row of the matrix of faults in a short form: 4 minutes on two idle cores
+	$(FAULTS) faults.run $(if $(RESULTS),--results $(RESULTS))
+
+soak-faults: MINUTES = 25
+soak-faults: $(STAMP)  ## random deaths over engines and sources for MINUTES=25; it goes on where it stopped
+	$(FAULTS) faults.soak --minutes $(MINUTES)
+
+reliability: $(STAMP)  ## write docs/reliability.md from what `make faults` and `make soak-faults` found
+	$(FAULTS) faults.page
 
 test-map: $(STAMP)  ## which test files are about which module; OF=packing.offline for some alone
 	cd tests && ../$(BIN)/python -m support.which_tests $(OF)
