@@ -263,7 +263,7 @@ def test_cli_prints_the_answer_alone(tiny_folder, loaded, tmp_path) -> None:
 
 
 def test_cli_says_that_an_answer_is_empty(monkeypatch, tiny_folder, loaded) -> None:
-    monkeypatch.setattr("vlmpack.evaluation.generation.load_for_generation", lambda _: loaded)
+    monkeypatch.setattr("vlmpack.evaluation.generation.load_for_generation", lambda *_: loaded)
     monkeypatch.setattr("vlmpack.evaluation.generation.answer_questions", lambda *_, **__: [""])
     result = run_cli("--model", tiny_folder, "What does the row say?")
     assert (result.exit_code, result.stdout) == (0, "\n")

@@ -5,6 +5,7 @@ Variables that a guide lets its reader set (`${NAME:-default}`) make models smal
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -81,6 +82,11 @@ def test_lora(empty):
     model = str(ROOT / "assets/tiny-qwen3_5")
     said = follow(GUIDES["lora"].read_text(), empty, MODEL=model, MORE=FEW)
     assert "packed equals unpacked" in said and "adapter_config.json" in said
+    rows = [json.loads(line) for line in (empty / "answers.jsonl").read_text().splitlines()]
+    asked = (empty / "my-folder/conversations.jsonl").read_text().splitlines()
+    assert len(rows) == len(asked) == 240
+    assert all(row["question"] == "Which?" and isinstance(row["answer"], str) for row in rows)
+    assert said.splitlines().count(rows[0]["answer"]) >= 2, "with the adapters, and merged"
 
 
 @pytest.mark.soak

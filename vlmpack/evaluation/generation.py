@@ -155,17 +155,24 @@ def answer_over_ranks(
     return merged
 
 
-def load_for_generation(folder: Path) -> tuple[Any, Encoder]:
+def load_for_generation(folder: Path, adapter: Path | None = None) -> tuple[Any, Encoder]:
     """A model folder, ready to answer: on the GPU in bfloat16, or on the CPU in float32.
 
+    Args:
+        adapter: a folder in peft's format, which is merged into the weights in float32.
+
     Raises:
-        ModelError: a folder without config, weights or processor files.
+        ModelError: a folder without config, weights or processor files, or adapters that cannot be
+            merged into this model.
         CapabilityError: a model family that is not known.
     """
+    from vlmpack.backends.hf.adapters import merge_adapter
     from vlmpack.backends.hf.load import load_model
 
     encoder = Encoder(folder)
     model = load_model(folder)
+    if adapter is not None:
+        model = merge_adapter(model, adapter)
     encoder.load()
     if torch.cuda.is_available():
         _halve(model.to("cuda"))

@@ -1,0 +1,187 @@
+"""Answers with adapters, and to a file of questions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engines import make_engine, policy
+from support.peft_models import peft_model
+from support.shards import SHARD, read_shard
+from typer.testing import CliRunner
+
+from vlmpack.cli.app import app
+from vlmpack.encode import Encoder
+from vlmpack.errors import ModelError, VlmpackError
+from vlmpack.evaluation.generation import _media, _model_inputs, _tokenise, load_for_generation
+from vlmpack.evaluation.predictions import Question
+
+NUM_NEW = 8
+
+
+def run(*words: object, **more: Any) -> Any:
+    return CliRunner().invoke(app, [str(word) for word in words], **more)
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_folder: Path) -> tuple[Any, Encoder]:
+    return load_for_generation(tiny_folder)
+
+
+@pytest.fixture
+def use_loaded(monkeypatch, loaded) -> None:
+    """The commands load the tiny model once for all tests."""
+    monkeypatch.setattr("vlmpack.evaluation.generation.load_for_generation", lambda *_: loaded)
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory, tiny_folder: Path, encoder: Encoder) -> Path:
+    """Adapters that change answers, and a projector that was trained in full."""
+    engine = make_engine(tiny_folder, encoder, policy=policy("frozen", "full", "lora"))
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for _, parameter in engine.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=draw))
+    folder: Path = tmp_path_factory.mktemp("run") / "adapter"
+    engine.export_adapter(folder, base=str(tiny_folder))
+    return folder
+
+
+def tokens(model: Any, encoder: Encoder, asked: Question) -> list[int]:
+    """What transformers' own greedy decoding gives."""
+    prompt = _tokenise(0, asked, encoder)
+    inputs = _model_inputs(encoder, [(prompt, _media(asked, encoder))])
+    with torch.no_grad():
+        out = model.generate(**inputs, do_sample=False, max_new_tokens=NUM_NEW)
+    return list(out[0, inputs["input_ids"].shape[1] :].tolist())
+
+
+@pytest.mark.slow
+def test_with_adapters_it_answers_as_peft_does(tmp_path, tiny_folder, loaded, adapter) -> None:
+    base, encoder = loaded
+    reference = peft_model(tiny_folder, adapter)
+    ours, _ = load_for_generation(tiny_folder, adapter)
+    questions = [Question.from_sample(sample.cooked()) for sample in read_shard(limit=8)]
+    theirs = [tokens(reference, encoder, asked) for asked in questions]
+    assert [tokens(ours, encoder, asked) for asked in questions] == theirs
+    assert [tokens(base, encoder, asked) for asked in questions] != theirs, "they do nothing"
+
+    asked = next(one for one in questions if len(one.images) == 1)
+    (picture := tmp_path / "picture.jpg").write_bytes(asked.images[0])
+    ask = ["generate", asked.text.replace("[image 1]", "").strip(), "--image", picture]
+    ask += ["--max-new-tokens", NUM_NEW]
+    merged = tmp_path / "merged"
+    assert run("merge", tiny_folder, adapter, "-o", merged, "--dtype", "float32").exit_code == 0
+    # The base is the one that the adapters name.
+    answers = [run(*ask, *more) for more in (("--adapter", adapter), ("--model", merged))]
+    assert [one.exit_code for one in answers] == [0, 0], answers[0].exception
+    assert answers[0].stdout == answers[1].stdout
+    assert answers[0].stdout != run(*ask, "--model", tiny_folder).stdout
+
+
+def test_adapters_that_cannot_be_used_are_refused_by_name(tmp_path, tiny_folder, adapter) -> None:
+    def changed(name: str, **values: object) -> Path:
+        shutil.copytree(adapter, tmp_path / name)
+        config = tmp_path / name / "adapter_config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), **values}))
+        return tmp_path / name
+
+    of_another = changed("1", base_model_name_or_path="someone/else")
+    no_lora = changed("2", peft_type="IA3")
+    switched = changed("3", alora_invocation_tokens=[1])
+    shutil.copytree(adapter, tmp_path / "run" / "adapter")
+    for words, said in {
+        ("--adapter", of_another): "names its base model as 'someone/else', which is no folder",
+        ("--adapter", tmp_path / "run"): f"a run's are in {tmp_path}/run/adapter",
+        ("--adapter", tmp_path / "gone"): "is not a folder; expected adapters in peft's format",
+        ("--adapter", no_lora): "its peft_type is 'IA3'; expected LORA",
+        ("--adapter", switched): "no weight can hold its adapters: some tokens switch them on",
+        (): "expected --model DIR, or --adapter DIR",
+    }.items():
+        failed = run("generate", "Which?", *words)
+        assert isinstance(failed.exception, VlmpackError), failed.output
+        assert said in str(failed.exception)
+    with pytest.raises(ModelError, match="peft_type"):  # named or not
+        load_for_generation(tiny_folder, no_lora)
+
+
+def write_questions(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
+    """A file whose records have many layouts, with answers or without; two are bad."""
+    images = [s.images[0] for s in read_shard(SHARD) if s.images][:4]
+    for number, data in enumerate(images):
+        (folder / f"{number}.jpg").write_bytes(data)
+    user = {"role": "user", "content": "<image>Read the digits."}
+    records = [
+        {"question": "Read the digits.", "image": "0.jpg"},
+        {"question": "Read the digits.", "images": ["1.jpg"]},
+        {"question": "Read the digits.", "image": "gone.jpg"},
+        {"messages": [user], "images": ["2.jpg"]},
+        {"messages": [user, {"role": "assistant", "content": "9"}], "images": ["3.jpg"]},
+        {"colour": "red"},
+        {"query": "Read the digits.", "response": "9", "images": ["1.jpg"]},
+        {
+            "conversations": [{"from": "human", "value": "<image>Read the digits."}],
+            "image": "0.jpg",
+        },
+        {"prompt": "Read the digits."},
+    ]
+    path = folder / "questions.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path, records
+
+
+def test_a_file_of_questions_is_answered_in_its_order(tmp_path, use_loaded, tiny_folder) -> None:
+    path, records = write_questions(tmp_path)
+    words = ["--model", tiny_folder, "--max-new-tokens", NUM_NEW]
+    many = run("generate", "--questions", path, *words, "--batch-size", 2)
+    rows = [json.loads(line) for line in many.stdout.splitlines()]
+    assert [row["place"] for row in rows] == [f"{path}, line {n + 1}" for n in range(len(records))]
+    bad = {n: row["error"] for n, row in enumerate(rows, start=1) if "error" in row}
+    assert bad.keys() == {3, 6}
+    assert "gone.jpg" in bad[3] and "no layout fits" in bad[6] and "'colour'" in bad[6]
+    assert f"bad: {path}, line 3: " in many.stderr
+    assert str(many.exception) == "2 of 9 questions could not be asked"
+
+    alone = {}
+    for name in ("0.jpg", "1.jpg", "2.jpg", "3.jpg", None):
+        shown = () if name is None else ("--image", tmp_path / name)
+        answer = run("generate", "Read the digits.", *shown, *words)
+        alone[name] = answer.stdout.removesuffix("\n")
+    assert len(set(alone.values())) > 2, "equal answers could not be mixed up"
+    order = ["0.jpg", "1.jpg", "2.jpg", "3.jpg", "1.jpg", "0.jpg", None]
+    assert [row["answer"] for row in rows if "answer" in row] == [alone[name] for name in order]
+    assert {row["question"] for row in rows if "answer" in row} == {"Read the digits."}
+
+
+def test_answers_go_to_a_new_file_and_images_start_at_a_folder(
+    tmp_path, use_loaded, tiny_folder, monkeypatch
+) -> None:
+    monkeypatch.setattr("vlmpack.cli.generate.BATCHES_READ", 1)  # two chunks
+    path, records = write_questions(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    moved = tmp_path / "elsewhere" / "q.jsonl"
+    kept = [records[0], records[1] | {"question": "\u00fcber?"}, records[3]]
+    moved.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    words = ["--model", tiny_folder, "--max-new-tokens", 2, "--batch-size", 2]
+    out = tmp_path / "answers.jsonl"
+    ask = ["generate", "--questions", moved, "--images", tmp_path, *words]
+    said = run(*ask, "-o", out)
+    assert (said.exit_code, " ".join(said.stdout.split())) == (0, f"{out}: 3 answers")
+    assert [json.loads(line) for line in out.read_text("utf-8").splitlines()] == [
+        json.loads(line) for line in run(*ask).stdout.splitlines()
+    ]
+    assert "\u00fcber?" in out.read_text("utf-8")
+    assert "is there already" in str(run(*ask, "-o", out).exception)
+    (tmp_path / "empty.jsonl").write_text("")
+    for words, message in {
+        ("--questions", tmp_path / "empty.jsonl"): "holds no record",
+        ("--questions", tmp_path / "gone.jsonl"): "there is no such file",
+        ("Which?", "--questions", path): "expected one of QUESTION and --questions FILE",
+        ("--questions", path, "--image", tmp_path / "0.jpg"): "records name their images",
+        ("Which?", "-o", out): "these go with --questions FILE",
+    }.items():
+        assert message in str(run("generate", *words, "--model", tiny_folder).exception), words
