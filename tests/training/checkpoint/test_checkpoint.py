@@ -193,10 +193,21 @@ def test_an_intact_checkpoint_of_another_format_is_refused(tmp_path):
         load_checkpoint(folder, engine(), single_rank())
 
 
-def test_only_the_newest_are_kept(tmp_path):
+@pytest.mark.parametrize("keep", [1, 2, 4, 7])
+def test_only_the_newest_are_kept(tmp_path, keep):
     for step in range(1, 6):
-        save(tmp_path, step, keep=2)
-    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-00000004", "step-00000005"]
+        save(tmp_path, step, keep=keep)
+        last = [f"step-{one:08d}" for one in range(max(1, step - keep + 1), step + 1)]
+        assert [p.name for p in list_checkpoints(tmp_path)] == last
+
+
+def test_the_checkpoint_before_a_dump_is_kept_and_none_before_that(tmp_path):
+    """Also where it is the newest: after a resume, a dump may be of a step that comes again."""
+    for step in range(1, 6):
+        save(tmp_path, step, keep=5)
+    newest = step_folder(tmp_path, 5)
+    folders.prune(tmp_path, 1, newest=newest, before=("step-00000003", "step-00000009"))
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000005"]
 
 
 def test_pruning_counts_complete_checkpoints_alone(tmp_path):

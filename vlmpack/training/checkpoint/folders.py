@@ -168,9 +168,9 @@ def prune(
         path for path in checkpoints if path.name < newest.name and (path / COMPLETE).is_file()
     ]
     later = [path for path in checkpoints if path.name > newest.name]
-    names = [path.name for path in older]
+    names = [path.name for path in (*older, newest)]
     kept = {*spared, *(max((n for n in names if n < step), default="") for step in before)}
-    old = [path for path in older[: len(older) - keep + 1] if path.name not in kept]
+    old = [path for path in older[: max(0, len(older) - keep + 1)] if path.name not in kept]
     for folder in (*old, *later):
         (folder / COMPLETE).unlink(missing_ok=True)  # first: a half-removed one is never resumed
         shutil.rmtree(folder, ignore_errors=True)
