@@ -310,11 +310,12 @@ def test_all_ranks_skip_alike(
         torch.testing.assert_close(found[f"model.{name}"], weight, rtol=0, atol=CLOSE)
 
 
-def budget(tmp_path: Path, most: int) -> Any:
-    """What decides, without its files."""
+def budget(tmp_path: Path, most: int, *, skips: bool = True, writes: bool = False) -> Any:
+    """What decides, without its files unless it `writes`."""
     ledger = Ledger(None)
-    bad = BadSteps(ledger=ledger, ranks=Ranks(), folder=tmp_path, skips=True, most=most, seed=0)
-    bad._write = lambda *args: None  # type: ignore[method-assign,misc]
+    bad = BadSteps(ledger=ledger, ranks=Ranks(), folder=tmp_path, skips=skips, most=most, seed=0)
+    if not writes:
+        bad._write = lambda *args: None  # type: ignore[method-assign,misc]
     sums = StepSums(totals={"loss_sum": math.nan}, loss=math.nan, grad_norm=1.0, num_samples=2)
     found = NonFiniteStep("it", first=Pass(sums, ()), again=Pass(sums, ()), seconds=0.0)
     data = SimpleNamespace(micro_batches=(), epoch=0, batch=0)
@@ -337,6 +338,23 @@ def test_ten_in_a_row_always_end_a_run(tmp_path: Path) -> None:
         judge(step)
     with pytest.raises(NonFiniteError, match="10 steps in a row"):
         judge(5 + MOST_IN_A_ROW - 1)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_dump_that_cannot_be_written_hides_no_fault(tmp_path: Path, skips: bool) -> None:
+    """A full or read-only disk: the run ends, and says what the step was first of all."""
+    (tmp_path / "dumps").write_text("no folder")
+    judge = budget(tmp_path / "dumps", most=5, skips=skips, writes=True)
+    with pytest.raises(NonFiniteError, match=r"^it\. Stopped .* Its dump could not be written: "):
+        judge(3)
+
+
+def test_other_files_among_dumps_are_left_alone(tmp_path: Path) -> None:
+    """Such as the output of a replay: a save must not fail over it."""
+    bad = BadSteps(ledger=Ledger(None), ranks=Ranks(), folder=tmp_path, skips=True, most=5, seed=0)
+    for name in ("step-00000012", "step-00000003", "step-00000003.found", "step-x"):
+        (tmp_path / f"{name}.json").touch()
+    assert bad.dumped() == [3, 12]
 
 
 class Counting(nn.Module):

@@ -26,6 +26,14 @@ def test_a_thousand_skipped_samples_are_four_lines(caplog: pytest.LogCaptureFixt
     assert "the last is 'k1' in s.tar (decode): cut. data-errors.jsonl lists" in caplog.messages[0]
 
 
+def test_a_sample_of_a_skipped_step_is_no_bad_one(caplog: pytest.LogCaptureFixture) -> None:
+    ledger = Ledger(None)
+    ledger.record([SkippedSample(1, "k1", "s.tar", 512, "decode", "cut")], epoch=0, batch=0)
+    ledger.record_unlearnt([(2, "k2", "s.tar")], reason="not finite", epoch=0, batch=1)
+    SkipNotes(ledger).note(1)
+    assert "the last is 'k1' in s.tar (decode): cut. " in caplog.messages[0]
+
+
 def test_nothing_is_said_where_nothing_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
     notes = SkipNotes(Ledger(None))
     for _ in range(3):

@@ -147,6 +147,21 @@ def test_callbacks_have_a_time_of_their_own(tmp_path: Path) -> None:
     assert events == ["(", "callbacks: on_checkpoint", ")"]
 
 
+@pytest.mark.parametrize("total", [STEPS, STEPS + 1])
+def test_checkpoints_before_dumps_are_kept_until_the_run_ends(tmp_path: Path, total: int) -> None:
+    """A save before a signal, or a callback's fault, is not the end of the run."""
+    trainer = trainer_of(tmp_path)
+    trainer.total_steps = total
+    bad: Any = SimpleNamespace(dumped=lambda: [3], state=dict, on_save=lambda: None)
+    trainer.listeners.bad_steps = bad
+    trainer.totals.step = STEPS
+    saved: list[Any] = []
+    saver: Any = trainer.saver
+    saver.save = lambda content, slices: saved.append(content.dumped)
+    trainer.save(last=True)
+    assert saved == [[3] if total > STEPS else ()]
+
+
 class Fails(Callback):
     """At one step, or for one checkpoint."""
 

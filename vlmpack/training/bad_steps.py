@@ -73,14 +73,16 @@ class BadSteps(Listener):
         Raises:
             NonFiniteError: on all ranks alike, where the run does not skip it.
         """
-        path = self.folder / f"step-{step:08d}.json"
-        self._write(path, found, data, step)
+        path, stops = self.folder / f"step-{step:08d}.json", ""
         reason = f"{found}. `vlmpack replay {path}` looks for the cause"
+        try:
+            self._write(path, found, data, step)
+        except RunDirError as error:
+            reason, stops = str(found), f"Its dump could not be written: {error}"
         recent = [one for one in self.steps if one > step - WINDOW]
         in_a_row = next(n for n in range(1, WINDOW + 2) if step - n not in recent)
-        stops = ""
         if not self.skips:
-            stops = "training.on_non_finite: skip goes on without this step"
+            stops = stops or "training.on_non_finite: skip goes on without this step"
         elif in_a_row >= MOST_IN_A_ROW:
             stops = f"{in_a_row} steps in a row were not finite; at most {MOST_IN_A_ROW - 1} may be"
         elif len(recent) >= self.most:
@@ -149,7 +151,8 @@ class BadSteps(Listener):
 
     def dumped(self) -> list[int]:
         """Numbers of the steps with a dump, in order; the newest MOST_SPARED."""
-        names = sorted(path.stem for path in self.folder.glob("step-*.json"))[-MOST_SPARED:]
+        pattern = f"step-{'[0-9]' * 8}.json"  # and nothing that a user puts there
+        names = sorted(path.stem for path in self.folder.glob(pattern))[-MOST_SPARED:]
         return [int(name.removeprefix("step-")) for name in names]
 
     def state(self) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
-from vlmpack.data.loading.ledger import LEDGER_NAME, Ledger, SkipLimiter, SkipLimits
+from vlmpack.data.loading.ledger import LEDGER_NAME, UNLEARNT, Ledger, SkipLimiter, SkipLimits
 from vlmpack.distributed import Ranks
 from vlmpack.recipe.schema import LoggingSection
 from vlmpack.training.listener import Boundary, Listener, TrainStep, is_due
@@ -142,7 +142,11 @@ class SkipNotes(Listener):
             self._next *= 10
         if not logger.isEnabledFor(logging.WARNING):
             return
-        lines = [line for line in self.ledger.lines() if line["batch"] is not None]
+        lines = [
+            line
+            for line in self.ledger.lines()
+            if line["batch"] is not None and line["class"] != UNLEARNT
+        ]
         why = ""
         if lines:
             last = lines[-1]

@@ -322,6 +322,7 @@ class Trainer:
             listener.on_save()
         ACTIVITY.enter_alone("saving a checkpoint")
         engine, best, bad = self.stepper.engine, self.listeners.best, self.listeners.bad_steps
+        is_over = self.totals.step == self.total_steps or self.is_stopped_early
         content = CheckpointContent(
             step=self.totals.step,
             state=self._state(),
@@ -329,7 +330,7 @@ class Trainer:
             shapes=engine.parameter_shapes(),
             optimizer_steps=engine.optimizer_steps,
             spared=None if best is None or best.value is None else best.step,
-            dumped=() if last or bad is None else bad.dumped(),
+            dumped=() if bad is None or is_over else bad.dumped(),
         )
         if self.checkpoint.asynchronous and not last:
             self.saver.save_in_background(content, engine.owned_slices)
