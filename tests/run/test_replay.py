@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.forked import run_ranks
 from support.planted import planted
-from support.recipes import changed, copy_samples, run_settings
+from support.recipes import changed, copy_samples, run_settings, write_recipe
 from support.shards import ROOT
 from typer.testing import CliRunner
 
@@ -20,6 +21,8 @@ from vlmpack.api import resolve
 from vlmpack.build.look import open_recipe
 from vlmpack.cli.app import app
 from vlmpack.errors import VlmpackError
+from vlmpack.recipe import load_recipe
+from vlmpack.run import replay as of_replay
 from vlmpack.training.metrics import read_rows
 
 PLANTED = ROOT / "tests/support/planted.py"
@@ -104,7 +107,31 @@ def test_a_fault_comes_again_and_is_named(
         step - 1 - found.started - len(skipped),
     )
     assert found.loss_off == 0.0 and found.same_rows
+    assert found.words()[0].endswith("losses within 0.0e+00 of the run's"), "skipped ones or not"
     assert state_of(run_dir) == before, "nothing of the run has changed"
+
+
+@pytest.mark.slow
+def test_no_memory_for_float32_keeps_what_was_found(
+    run_dir: Path, plants: Mapping[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(spec: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(of_replay, "build_engine", no_room)
+    faults, dump = planted(by_key(plants)), dump_of(run_dir, 3)
+    found = vlmpack.replay(dump, objective=faults, at_checkpoint=True, model__dtype="bfloat16")
+    assert (found.outcome, found.left_out) == ("comes again", 1)
+    assert "which are older" in found.words()[0]
+    assert found.in_float32 == "not known: out of memory"
+
+
+def test_a_replay_has_no_sentinel(tmp_path: Path) -> None:
+    """It could end the replay of the run that it was on in."""
+    settings = run_settings(tmp_path, training__sentinel_interval=1)
+    recipe = write_recipe(tmp_path / "recipe.yaml", settings)
+    assert load_recipe(recipe).training.sentinel_interval == 1, "guard"
+    assert of_replay.recipe_of(dump_of(tmp_path, 3)).training.sentinel_interval is None
 
 
 @pytest.mark.slow
@@ -116,7 +143,7 @@ def test_what_needs_company_is_said(run_dir: Path, plants: Mapping[int, str]) ->
     assert (found.outcome, found.alone) == ("comes again packed", [])
     [row] = found.rows
     assert row[0].split()[0] == plants[6]
-    assert found.in_float32 is True and "which are older" in found.words()[0]
+    assert found.in_float32 is True and found.left_out == 0, "step 5 was skipped"
 
 
 @pytest.mark.slow

@@ -55,6 +55,7 @@ QUIET = {
     "logging.trackers": [],
     "logging.progress": "none",
     "training.verify": False,
+    "training.sentinel_interval": None,
     "checkpoint.resume": "auto",
     "export.enabled": False,
 }
@@ -69,6 +70,7 @@ class Replay:
         step: of the dump, counted from 1.
         started: the step of the checkpoint that was taken; 0 for the model folder.
         trained: steps from there to the dump's that were trained again.
+        left_out: those that the run trained and `at_checkpoint` does not.
         loss_off: the largest relative difference of their losses from those of the run.
         same_rows: whether the step's rows have the digests of the dump's.
         comes_again: whether the step is not finite here.
@@ -82,6 +84,7 @@ class Replay:
     step: int
     started: int
     trained: int = 0
+    left_out: int = 0
     loss_off: float = 0.0
     same_rows: bool = True
     repeated_in_place: bool
@@ -107,7 +110,7 @@ class Replay:
     def words(self) -> list[str]:
         """The lines that a user reads."""
         how = f"trained on from step {self.started}, losses within {self.loss_off:.1e} of the run's"
-        if self.started + self.trained < self.step - 1:
+        if self.left_out:
             how = f"with the weights of step {self.started}, which are older than the step's"
         lines = [f"step {self.step} {self.outcome}: {how}"]
         if not self.same_rows:
@@ -270,7 +273,11 @@ class _Replayer:
             step += 1
             if step == found.step:
                 break
-            if not at_checkpoint and not self.rows.get(step, {}).get("skipped", False):
+            if self.rows.get(step, {}).get("skipped", False):
+                continue
+            if at_checkpoint:
+                found.left_out += 1
+            else:
                 self._train(data, step)
         else:
             raise VlmpackError(f"step {found.step}: the run's recipe ends at step {step}")
@@ -359,6 +366,6 @@ class _Replayer:
             engine = build_engine(replace(built, model=model))
             if folder is not None:
                 load_checkpoint(folder, engine, self.ranks)
-        except CapabilityError as error:
+            return self._is_bad(replace(self.stepper, engine=engine), batches)[0]
+        except (CapabilityError, torch.OutOfMemoryError) as error:  # what was found before counts
             return f"not known: {error}"
-        return self._is_bad(replace(self.stepper, engine=engine), batches)[0]
