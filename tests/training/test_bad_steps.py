@@ -395,6 +395,33 @@ def test_moments_that_are_no_numbers_are_never_skipped_over(
         finetune(run, objective=planted(plants))
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_no_rank_skips_over_a_weight_that_is_no_number(
+    settings: dict[str, Any], steps: list[GlobalStep], frozen: bool
+) -> None:
+    """Frozen, or a copy of a weight that another rank saves. No buffer counts."""
+    changes = {"trainable__vision": "frozen"} if frozen else {}
+    recipe = resolve(changed(settings, **changes), {})
+    _, encoder = open_recipe(recipe)
+    engine: Any = engine_of(recipe.model, recipe.parallelism, encoder, Ranks(), policy_of(recipe))
+    name, weight = next(
+        (n, p) for n, p in engine.vlm.model.named_parameters() if p.requires_grad is not frozen
+    )
+    engine.owned_slices = lambda **_: iter(())  # the other rank's
+    engine.module.register_buffer("bounds", torch.tensor([-math.inf, math.inf]))
+    batches = [micro.batch for micro in steps[0].micro_batches]
+    rate = Schedule(recipe.optim, STEPS)
+    stepper = Stepper(
+        engine=engine, objective=planted({batches[0].keys[0]: "objective"}), schedule=rate,
+        max_grad_norm=1.0, ranks=Ranks(),
+    )  # fmt: skip
+    with pytest.raises(NonFiniteStep):
+        stepper.train(0, batches, num_skipped=0, stop=False)
+    weight.data.view(-1)[0] = math.nan
+    with pytest.raises(NonFiniteError, match=rf"{name} \(NaN\), since an earlier step"):
+        stepper.train(0, batches, num_skipped=0, stop=False)
+
+
 @pytest.fixture
 def spoilt_moment(monkeypatch: pytest.MonkeyPatch) -> str:
     """One value of a moment, spoilt after the first step; its weight stays as it is."""

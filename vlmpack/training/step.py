@@ -367,11 +367,13 @@ class Stepper:
             check.after_step()
 
     def _refuse_weights(self, step: int) -> None:
-        """End a run whose weights or moments are no numbers, on all ranks alike: no skip helps."""
-        held = (
-            (box.name if kind == "model" else f"{kind} of {box.name}", value)
-            for kind, box, value in self.engine.owned_slices()
-        )
+        """End a run whose weights or moments are no numbers, on all ranks alike: no skip helps.
+
+        Frozen weights and each rank's own copies are looked at too. Buffers may be infinite by
+        design.
+        """
+        buffers = {id(buffer) for buffer in self.engine.module.buffers()}
+        held = ((n, value) for n, value in self.engine.held_parts() if id(value) not in buffers)
         non_finite = dict(
             chain.from_iterable(self.ranks.gather_objects([*non_finite_tensors(held).items()]))
         )
@@ -379,7 +381,8 @@ class Stepper:
             self.engine.zero_gradients()
             raise NonFiniteError(
                 f"step {step + 1}: {non_finite_words(non_finite)}, since an earlier step. Go on "
-                "from the last checkpoint with a lower optim.lr, or set optim.max_grad_norm"
+                "from the last checkpoint with a lower optim.lr, or set optim.max_grad_norm. If it "
+                "happens again, exclude the device"
             )
 
     def _non_finite_words(
