@@ -131,7 +131,7 @@ def test_what_blocks_is_named_and_the_command_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["export", "merge", "generate", "verify", "reference"])
+@pytest.mark.parametrize("command", ["export", "merge", "generate", "chat", "verify", "reference"])
 def test_what_loads_models_is_watched_where_it_loads(
     tmp_path: Path, monkeypatch, caplog, until_said, command: str
 ) -> None:
@@ -140,6 +140,7 @@ def test_what_loads_models_is_watched_where_it_loads(
         "export": ("vlmpack.run.export.choose_export", [str(tmp_path)]),
         "merge": ("vlmpack.run.export.merge_folders", ["m", "a", "-o", "out"]),
         "generate": ("vlmpack.evaluation.generation.load_for_generation", ["?", "--model", "m"]),
+        "chat": ("vlmpack.evaluation.generation.load_for_generation", ["--model", "m"]),
         "verify": ("vlmpack.proof.verify.verify_recipe", [recipe, "logging.watch_seconds=1"]),
         "reference": (
             "vlmpack.run.reference.make_references",

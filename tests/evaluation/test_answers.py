@@ -1,10 +1,12 @@
-"""Answers with adapters, and to a file of questions."""
+"""Answers with adapters, to a file of questions, and in a conversation."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,16 @@ from typer.testing import CliRunner
 
 from vlmpack.cli.app import app
 from vlmpack.encode import Encoder
+from vlmpack.encode.turns import answer_turn
 from vlmpack.errors import ModelError, VlmpackError
-from vlmpack.evaluation.generation import _media, _model_inputs, _tokenise, load_for_generation
+from vlmpack.evaluation.generation import (
+    _media,
+    _model_inputs,
+    _tokenise,
+    answer_questions,
+    load_for_generation,
+    stream_answer,
+)
 from vlmpack.evaluation.predictions import Question
 
 NUM_NEW = 8
@@ -185,3 +195,130 @@ def test_answers_go_to_a_new_file_and_images_start_at_a_folder(
         ("Which?", "-o", out): "these go with --questions FILE",
     }.items():
         assert message in str(run("generate", *words, "--model", tiny_folder).exception), words
+
+
+def test_chat_keeps_its_turns_and_their_images(
+    tmp_path, use_loaded, loaded, tiny_folder, monkeypatch
+) -> None:
+    """Against transformers' own template and decoding, over a pipe."""
+    asked: list[list[int]] = []
+    pixels: list[Any] = []
+    model, encoder = loaded
+    generate = model.generate
+
+    def noted(**inputs: Any) -> Any:
+        asked.append(inputs["input_ids"][0].tolist())
+        pixels.append(inputs.get("pixel_values"))
+        return generate(**inputs)
+
+    monkeypatch.setattr(model, "generate", noted)
+    pictures = [s.images[0] for s in read_shard(SHARD) if len(s.images) == 1][:2]
+    for number, data in enumerate(pictures):
+        (tmp_path / f"photo {number}.jpg").write_bytes(data)
+    lines = [
+        f"/image {tmp_path}/photo 0.jpg",
+        "Read the digits.",
+        "",
+        "Once more?",
+        f"/image '{tmp_path}/photo 1.jpg'",
+        "And these?",
+        "/reset",
+        "Hello",
+        "/quit",
+        "never asked",
+    ]
+    words = ["--model", tiny_folder, "--max-new-tokens", NUM_NEW]
+    talked = run("chat", *words, input="\n".join(lines))
+    assert talked.exit_code == 0, talked.exception
+    answers = talked.stdout.split("\n")
+    assert len(asked) == 4 and answers.pop() == ""
+    first, again, second, hello = answers
+
+    turns = [("user", "Read the digits.", 1), ("assistant", first, 0), ("user", "Once more?", 0)]
+    turns += [("assistant", again, 0), ("user", "And these?", 1)]
+    for at, some, number in ((0, turns[:1], 1), (1, turns[:3], 1), (2, turns, 2)):
+        said = encoder.tokenizer.decode(asked[at])
+        assert re.sub(r"(<\|image_pad\|>)+", "<|image_pad|>", said) == written(encoder, some)
+        assert len(re.findall(r"(?:<\|image_pad\|>)+", said)) == number
+    first_patches = len(pixels[0])
+    assert torch.equal(pixels[2][:first_patches], pixels[0]), "the first image comes first"
+    assert len(pixels[2]) > first_patches and pixels[3] is None
+    assert not torch.equal(pixels[2][-first_patches:], pixels[0]), "equal images"
+    assert encoder.tokenizer.decode(asked[3]) == written(encoder, [("user", "Hello", 0)])
+    shown = ("--image", tmp_path / "photo 0.jpg")
+    assert run("generate", "Read the digits.", *shown, *words).stdout == f"{first}\n"
+    assert run("generate", "Hello", *words).stdout == f"{hello}\n"
+    assert len({first, again, second, hello}) > 1, "equal answers could not be mixed up"
+
+
+def written(encoder: Encoder, turns: list[tuple[str, str, int]]) -> str:
+    """A conversation as transformers' own template writes it."""
+    messages = [
+        {"role": role, "content": [*[{"type": "image"}] * images, {"type": "text", "text": text}]}
+        for role, text, images in turns
+    ]
+    text = encoder.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    return str(text)
+
+
+def test_an_answer_is_shown_while_it_is_generated(loaded) -> None:
+    model, encoder = loaded
+    asked = [Question.from_sample(s.cooked()) for s in read_shard(SHARD, limit=8) if s.images]
+    plain = answer_questions(model, encoder, asked, batch_size=8, max_new_tokens=NUM_NEW)
+    place, text = max(enumerate(plain), key=lambda pair: len(pair[1] or ""))
+    assert text is not None and len(text) > 3, "too short to be cut in pieces"
+    steps, pieces = [0], []
+    hook = model.register_forward_hook(lambda *_: steps.__setitem__(0, steps[0] + 1))
+    try:
+        streamed = stream_answer(
+            model,
+            encoder,
+            asked[place],
+            max_new_tokens=NUM_NEW,
+            show=lambda piece: pieces.append((steps[0], piece)),
+        )
+    finally:
+        hook.remove()
+    assert "".join(piece for _, piece in pieces).strip() == streamed == text
+    assert len({step for step, piece in pieces if piece}) > 2, "all of it came at the end"
+
+
+def test_chat_says_what_is_wrong(tmp_path, use_loaded, tiny_folder, monkeypatch) -> None:
+    (note := tmp_path / "note.jpg").write_text("no image")
+    words = ["chat", "--model", tiny_folder, "--max-new-tokens", 2]
+    cases = {
+        f"/image {tmp_path}/gone.jpg": "gone.jpg cannot be read: No such file or directory",
+        f"/image {note}": "note.jpg",
+        "/picture x": "/picture is no order; expected /image FILE, /reset, /quit",
+        "say <|im_end|>": "spells the special token",
+    }
+    for line, said in cases.items():
+        failed = run(*words, input=f"{line}\nHello\n")
+        assert isinstance(failed.exception, VlmpackError), line
+        assert said in str(failed.exception) and failed.stdout == ""
+    # At a terminal it goes on.
+    monkeypatch.setattr("vlmpack.cli.chat._lines", lambda _: iter([*cases, "Hello"]))
+    terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("vlmpack.cli.chat.sys", terminal)
+    talked = run(*words)
+    assert talked.exit_code == 0, talked.exception
+    assert talked.stderr.count("error: ") == len(cases)
+    alone = run("generate", "Hello", *words[1:]).stdout
+    assert talked.stdout == alone
+
+
+@pytest.mark.parametrize(
+    ("said", "words", "thought"),
+    [
+        ("Seven.", "Seven.", None),
+        ("<think>\nIt has a bar.\n</think>\n\nSeven.", "Seven.", "It has a bar."),
+        ("It has a bar.</think>Seven.", "Seven.", "It has a bar."),  # the template opened it
+        ("<think>It has", "<think>It has", None),  # cut off
+    ],
+)
+def test_thoughts_of_an_answer_are_apart_in_later_turns(said, words, thought) -> None:
+    turn = answer_turn(said)
+    assert (turn.role, turn.text) == ("assistant", words)
+    assert turn.fields.get("reasoning_content") == thought

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlmpack.activity import ACTIVITY
+from vlmpack.cli.chat import chat
 from vlmpack.cli.compare import compare
 from vlmpack.cli.data import app as data_app
 from vlmpack.cli.doctor import doctor
@@ -133,6 +134,7 @@ app.command(epilog=example("vlmpack merge base adapters -o merged"))(merge)
 app.command(epilog=example("vlmpack generate 'What is this?' --model exported --image photo.jpg"))(
     generate
 )
+app.command(epilog=example("vlmpack chat --model exported"))(chat)
 app.command(epilog=example("vlmpack index 'shards/*.tar' --recipe recipe.yaml"))(index)
 app.command(epilog=example("vlmpack pack recipe.yaml -o packs"))(pack)
 app.command(epilog=example("vlmpack inspect recipe.yaml --row 0"))(inspect)

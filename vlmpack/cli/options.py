@@ -233,7 +233,6 @@ FOREIGN = {
     "sft": "finetune",
     "dpo": "finetune",
     "fit": "finetune",
-    "chat": "generate",
     "infer": "generate",
     "preprocess": "pack",
     "tokenize": "pack",

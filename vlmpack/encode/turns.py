@@ -83,6 +83,12 @@ def with_thoughts_apart(turn: Message) -> Message | None:
     return replace(said("assistant", words.strip()), fields={"reasoning_content": thought.strip()})
 
 
+def answer_turn(text: str) -> Message:
+    """A model's answer as a turn, with its thoughts apart. Some templates open them already."""
+    whole = text if OPEN in text or CLOSE not in text else OPEN + text
+    return with_thoughts_apart(said("assistant", whole)) or said("assistant", text)
+
+
 def refuse_several(messages: tuple[Message, ...], loss_on: str) -> None:
     """Raise DataError (schema) for a conversation that is not the sample of one answer."""
     if loss_on == "all":

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -108,6 +109,43 @@ def answer_questions(
             for (prompt, _), text in zip(ready, texts, strict=True):
                 answers[prompt.index] = text
     return answers
+
+
+def stream_answer(
+    model: Any,
+    encoder: Encoder,
+    question: Question,
+    *,
+    max_new_tokens: int,
+    show: Callable[[str], None],
+) -> str:
+    """One greedy answer, which `show` gets piece by piece while it is generated.
+
+    Args:
+        model, encoder, max_new_tokens: as of `answer_questions`.
+
+    Raises:
+        DataError: the question cannot be asked.
+    """
+    from transformers import TextStreamer
+
+    prompt = _tokenise(0, question, encoder)
+    media = _media(question, encoder)
+
+    def decode(ids: int | list[int]) -> str:
+        return prompt.chat.decode([ids] if isinstance(ids, int) else ids)
+
+    def finalized(text: str, stream_end: bool = False) -> None:
+        ACTIVITY.moved()
+        show(text)
+
+    reader: Any = SimpleNamespace(decode=decode)  # what it takes of a tokenizer
+    streamer: Any = TextStreamer(reader, skip_prompt=True)
+    streamer.on_finalized_text = finalized
+    with _greedy(model, encoder, max_new_tokens), _few_threads(model):
+        ACTIVITY.enter_alone("answering a question", shown=True)
+        (text,) = _generate(model, encoder, [(prompt, media)], streamer)
+    return text
 
 
 def answer_over_ranks(
@@ -207,13 +245,16 @@ def _media(question: Question, encoder: Encoder) -> Media | None:
 
 
 def _generate(
-    model: Any, encoder: Encoder, ready: Sequence[tuple[_Prompt, Media | None]]
+    model: Any,
+    encoder: Encoder,
+    ready: Sequence[tuple[_Prompt, Media | None]],
+    streamer: Any = None,
 ) -> list[str]:
     device = next(model.parameters()).device
     inputs = {name: x.to(device) for name, x in _model_inputs(encoder, ready).items()}
     inputs = encoder.family.class_arguments(model, inputs, generates=True)
     with torch.no_grad():
-        output: Tensor = model.generate(**inputs)
+        output: Tensor = model.generate(**inputs, streamer=streamer)
     new_ids = output[:, inputs["input_ids"].shape[1] :].tolist()
     return [
         prompt.chat.decode(ids).strip() for (prompt, _), ids in zip(ready, new_ids, strict=True)
