@@ -36,7 +36,15 @@ from vlmpack.training.checkpoint import list_checkpoints
 from vlmpack.training.metrics import read_rows
 from vlmpack.training.objective import SFT
 from vlmpack.training.run_dir import RunDir
-from vlmpack.training.step import NonFiniteStep, Pass, Schedule, StepMemory, Stepper, StepSums
+from vlmpack.training.step import (
+    MOST_ROWS,
+    NonFiniteStep,
+    Pass,
+    Schedule,
+    StepMemory,
+    Stepper,
+    StepSums,
+)
 
 PLANTED = ROOT / "tests/support/planted.py"
 STEPS = 9
@@ -355,6 +363,17 @@ def test_other_files_among_dumps_are_left_alone(tmp_path: Path) -> None:
     for name in ("step-00000012", "step-00000003", "step-00000003.found", "step-x"):
         (tmp_path / f"{name}.json").touch()
     assert bad.dumped() == [3, 12]
+
+
+@pytest.mark.parametrize("rows", [MOST_ROWS, 1024])
+def test_a_message_does_not_name_the_samples_of_a_thousand_rows(rows: int) -> None:
+    """Where the gradient alone is not finite, any of them may be the cause."""
+    sums = StepSums(totals={"loss_sum": 1.0}, loss=1.0, grad_norm=math.inf)
+    made, names = Pass(sums, [{}] * rows), [[f"a{n}", f"b{n}"] for n in range(rows)]
+    stepper = cast(Any, SimpleNamespace(ranks=Ranks()))
+    said = Stepper._non_finite_words(stepper, 0, names, made, made)
+    assert said.count("; ") == MOST_ROWS - 1 and "concerned: a0, b0; a1, b1; " in said
+    assert said.endswith("a7, b7" if rows == MOST_ROWS else " 1016 more, which the dump has")
 
 
 class Counting(nn.Module):

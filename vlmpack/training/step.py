@@ -396,14 +396,15 @@ class Stepper:
             everyone = self.ranks.gather_objects(names)
             named = [keys for rank in everyone for keys in rank]
         # Each once: the processes of a replica name the same micro-batches.
-        listed = "; ".join(dict.fromkeys(", ".join(keys) for keys in named))
+        listed = [*dict.fromkeys(", ".join(keys) for keys in named)]
+        more = f" and those of {len(listed) - MOST_ROWS} more, which the dump has"
         second = again.sums
         repeats = "is finite" if second.is_finite else "is not finite either"
         return (
             f"step {step + 1}: loss sum {made.sums.totals['loss_sum']}, "
             f"gradient norm {made.sums.grad_norm}. The same step, run again in place, {repeats}: "
             f"{second.totals['loss_sum']}, {second.grad_norm}. Samples of the micro-batches "
-            f"concerned: {listed}"
+            f"concerned: {'; '.join(listed[:MOST_ROWS])}{more if listed[MOST_ROWS:] else ''}"
         )
 
 
@@ -435,6 +436,9 @@ SEES_IMAGES: tuple[Component, ...] = ("vision", "projector")
 """Components whose gradients come from images alone."""
 
 MAX_NAMES = 3
+
+MOST_ROWS = 8
+"""Micro-batches whose samples a message names."""
 
 
 class TrainabilityCheck:
