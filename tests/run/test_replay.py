@@ -21,6 +21,7 @@ from vlmpack.api import resolve
 from vlmpack.build.look import open_recipe
 from vlmpack.cli.app import app
 from vlmpack.errors import VlmpackError
+from vlmpack.file_format import DUMP
 from vlmpack.recipe import load_recipe
 from vlmpack.run import replay as of_replay
 from vlmpack.training.metrics import read_rows
@@ -190,3 +191,17 @@ def test_what_is_no_dump_is_named(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("a: 1")
     with pytest.raises(VlmpackError):
         vlmpack.replay(tmp_path / "dumps/step-00000001.json")
+    dump = tmp_path / "dump.json"
+    dump.write_text(json.dumps(DUMP.mark({"step": 3, "micro_batches": []})))
+    with pytest.raises(VlmpackError, match=r"no dump of a step, it lacks device, repeats"):
+        of_replay.read_dump(dump)
+
+
+def test_a_replay_writes_elsewhere_where_it_is_told_to(tmp_path: Path) -> None:
+    """Into a folder of its own there, since it is cleared and removed."""
+    write_recipe(tmp_path / "recipe.yaml", run_settings(tmp_path))
+    dump = dump_of(tmp_path, 3)
+    own = of_replay.recipe_of(dump).run_dir
+    assert own == str(tmp_path / "dumps/step-00000003.replay")
+    other = of_replay.recipe_of(dump, {"run_dir": "/elsewhere"}).run_dir
+    assert other == "/elsewhere/step-00000003.replay"

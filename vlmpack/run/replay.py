@@ -142,7 +142,8 @@ def recipe_of(dump: Path, overrides: Mapping[str, Any] | Sequence[str] = ()) -> 
     """The recipe of a dump's run, with a folder of its own and nothing besides training.
 
     Args:
-        overrides: as `load_recipe` takes them.
+        overrides: as `load_recipe` takes them. With `run_dir` the folder lies in that one, and not
+            beside the dump.
 
     Raises:
         VlmpackError: the dump lies in no run folder, or the recipe has problems.
@@ -152,8 +153,12 @@ def recipe_of(dump: Path, overrides: Mapping[str, Any] | Sequence[str] = ()) -> 
         raise VlmpackError(
             f"{dump}: {run.path} holds no recipe.yaml; expected a dump in the dumps/ of its run"
         )
-    recipe = load_recipe(read_recipe(run.path), overrides)
-    changes: dict[str, Any] = {**QUIET, "run_dir": str(dump.with_suffix(".replay"))}
+    own = load_recipe(read_recipe(run.path))
+    recipe = load_recipe(own, overrides)
+    scratch = dump.with_suffix(".replay")
+    if recipe.run_dir != own.run_dir:
+        scratch = Path(recipe.run_dir) / scratch.name
+    changes: dict[str, Any] = {**QUIET, "run_dir": str(scratch)}
     if recipe.objective.learns_pairs and recipe.objective.reference_dir is None:
         changes["objective.reference_dir"] = str(run.reference)
     return load_recipe(recipe, changes)
@@ -208,6 +213,8 @@ def read_dump(path: Path) -> dict[str, Any]:
             f"{path}: no dump of a step ({error}); expected a file of the run's dumps/"
         ) from error
     DUMP.take(content, path, VlmpackError)
+    if lacking := sorted({"step", "repeats", "device", "micro_batches"} - content.keys()):
+        raise VlmpackError(f"{path}: no dump of a step, it lacks {', '.join(lacking)}")
     return content
 
 
