@@ -7,7 +7,7 @@ import io
 import json
 import math
 import tarfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,13 +17,16 @@ import torch
 from support.checkpoints import stored_tensors
 from support.engines import engine_of
 from support.forked import run_ranks
+from support.pairs import raw_pairs, write_pairs
 from support.planted import PLACES, planted
 from support.recipes import changed, copy_samples, rows, run_settings, write_recipe
 from support.shards import ROOT
 from torch import Tensor, nn
 
 from vlmpack import Callback, Event, finetune, replay
+from vlmpack.activity import ACTIVITY
 from vlmpack.api import resolve
+from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.build.engine import policy_of
 from vlmpack.build.look import open_recipe, open_train
 from vlmpack.data.loading.ledger import Ledger
@@ -374,6 +377,74 @@ def test_a_message_does_not_name_the_samples_of_a_thousand_rows(rows: int) -> No
     said = Stepper._non_finite_words(stepper, 0, names, made, made)
     assert said.count("; ") == MOST_ROWS - 1 and "concerned: a0, b0; a1, b1; " in said
     assert said.endswith("a7, b7" if rows == MOST_ROWS else " 1016 more, which the dump has")
+
+
+@pytest.fixture
+def overflow(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes the gradient of one step NaN each time that it is computed."""
+    original = HFEngine.finish_gradients
+
+    def at(step: int) -> None:
+        def finish(self: Any, divisor: Tensor, max_norm: float | None) -> Tensor:
+            if ACTIVITY.step == step:
+                for _, parameter in self.parameters():
+                    parameter.grad.fill_(math.nan)
+            return original(self, divisor, max_norm)
+
+        monkeypatch.setattr(HFEngine, "finish_gradients", finish)
+
+    return at
+
+
+@pytest.mark.slow
+def test_pairs_are_looked_at_in_the_first_step_that_counts(
+    tmp_path: Path, overflow: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A skipped first step leaves the policy where its reference is."""
+    shard = write_pairs(tmp_path / "pairs.tar", raw_pairs(0))
+    values = run_settings(
+        tmp_path,
+        data__train=str(shard),
+        objective__name="dpo",
+        training__micro_batch_size=1,
+        training__global_batch_size=2,
+        training__on_non_finite="skip",
+    )
+    overflow(1)
+    with caplog.at_level("INFO", "vlmpack"):
+        finetune(values)
+    first, second, third = rows(values["run_dir"], "loss")
+    assert first == (None,)
+    assert second[0] == pytest.approx(math.log(2), abs=1e-6) != third[0]
+    said = [record.getMessage() for record in caplog.records]
+    looked = [n for n, text in enumerate(said) if "policy and reference say the same" in text]
+    skipped = [n for n, text in enumerate(said) if text.startswith("skipped")]
+    assert len(looked) == len(skipped) == 1 and looked > skipped
+
+
+@pytest.mark.slow
+def test_a_captured_decoder_goes_on_after_a_skipped_step(
+    tmp_path: Path, overflow: Callable[[int], None]
+) -> None:
+    values = run_settings(
+        tmp_path,
+        packing__mode="online",
+        packing__max_tokens=512,
+        training__micro_batch_size=1,
+        training__global_batch_size=2,
+        training__max_steps=5,
+        training__on_non_finite="skip",
+    )
+    overflow(3)
+    plain = finetune(changed(values, run_dir=str(tmp_path / "plain"))).run_dir
+    captured = finetune(
+        changed(values, run_dir=str(tmp_path / "captured"), training__cuda_graphs="decoder")
+    ).run_dir
+    for ours, theirs in zip(
+        *(rows(of, "loss", "grad_norm") for of in (plain, captured)), strict=True
+    ):
+        assert ours == (None, None) == theirs or ours == pytest.approx(theirs, rel=1e-5)
+    assert [row[0] is None for row in rows(plain, "loss")] == [False, False, True, False, False]
 
 
 class Counting(nn.Module):
