@@ -368,6 +368,32 @@ def test_other_files_among_dumps_are_left_alone(tmp_path: Path) -> None:
     assert bad.dumped() == [3, 12]
 
 
+class OneIsIll(Ranks):
+    """Another rank, whose own gradient norm alone is no number."""
+
+    def sum_over_world(self, values: Tensor) -> Tensor:
+        return values if values.dim() else values + math.nan
+
+
+def test_a_norm_that_is_no_number_on_one_rank_is_none_on_all(
+    settings: dict[str, Any], steps: list[GlobalStep]
+) -> None:
+    """Under DDP each computes it itself. Others would take the step, and wait for it for ever."""
+    recipe = resolve(settings, {})
+    _, encoder = open_recipe(recipe)
+    engine = engine_of(recipe.model, recipe.parallelism, encoder, Ranks(), policy_of(recipe))
+    rate, batches = Schedule(recipe.optim, STEPS), [one.batch for one in steps[0].micro_batches]
+    for ranks in (OneIsIll(), Ranks()):
+        stepper = Stepper(
+            engine=engine, objective=SFT, schedule=rate, max_grad_norm=1.0, ranks=ranks
+        )
+        if isinstance(ranks, OneIsIll):
+            with pytest.raises(NonFiniteStep, match="gradient norm nan"):
+                stepper.train(0, batches, num_skipped=0, stop=False)
+        else:
+            assert stepper.train(0, batches, num_skipped=0, stop=False)[0].is_finite, "guard"
+
+
 @pytest.mark.parametrize("rows", [MOST_ROWS, 1024])
 def test_a_message_does_not_name_the_samples_of_a_thousand_rows(rows: int) -> None:
     """Where the gradient alone is not finite, any of them may be the cause."""
