@@ -374,7 +374,7 @@ class Stepper:
         Frozen weights and each rank's own copies are looked at too. Buffers may be infinite by
         design.
         """
-        buffers = {id(buffer) for buffer in self.engine.module.buffers()}
+        buffers = {id(buffer) for _, buffer in self.engine.module.named_buffers()}
         held = ((n, value) for n, value in self.engine.held_parts() if id(value) not in buffers)
         non_finite = dict(
             chain.from_iterable(self.ranks.gather_objects([*non_finite_tensors(held).items()]))
