@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
 from support.engines import make_engine, policy
+from support.families import tiny_family_folder
 from support.peft_models import peft_model
-from support.shards import SHARD, read_shard
+from support.shards import ROOT, SHARD, read_shard
 from typer.testing import CliRunner
 
 from vlmpack.cli.app import app
@@ -322,3 +331,68 @@ def test_thoughts_of_an_answer_are_apart_in_later_turns(said, words, thought) ->
     turn = answer_turn(said)
     assert (turn.role, turn.text) == ("assistant", words)
     assert turn.fields.get("reasoning_content") == thought
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """`transformers serve` on a model folder; its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
+    start = "from transformers.cli.transformers import app; app()"
+    with (folder.parent / "log").open("w+") as log:
+        server = subprocess.Popen([sys.executable, "-c", start, *words], stdout=log, stderr=log)
+        try:
+            for _ in range(600):
+                assert server.poll() is None, Path(log.name).read_text()
+                with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health"):
+                    break
+                time.sleep(0.2)
+            yield f"http://127.0.0.1:{port}/v1/chat/completions"
+        finally:
+            server.terminate()
+            server.wait()
+
+
+@pytest.mark.slow
+def test_transformers_serve_answers_on_an_export_as_generate_does(tmp_path) -> None:
+    """The processor of this family needs no torchvision."""
+    for package in ("fastapi", "uvicorn", "openai"):
+        pytest.importorskip(package, reason="pip install 'transformers[serving]' brings it")
+    base = tiny_family_folder("idefics3", tmp_path / "base")
+    processor = {"processor_class": "Idefics3Processor", "image_seq_len": 4}
+    (base / "processor_config.json").write_text(json.dumps(processor))
+    chosen = policy("frozen", "frozen", "lora")
+    engine = make_engine(base, Encoder(base), policy=chosen)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, parameter in engine.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=draw))
+    engine.export_adapter(tmp_path / "adapter", base=str(base))
+    engine.export(tmp_path / "export", processor_from=base, dtype=torch.float32)
+    picture = ROOT / "docs/images/digits.jpg"
+    url = f"data:image/jpeg;base64,{base64.b64encode(picture.read_bytes()).decode()}"
+    ask = ["generate", "What?", "--image", picture, "--max-new-tokens", NUM_NEW]
+    answer = run(*ask, "--model", tmp_path / "export").stdout.strip()
+    assert len(answer) > 3 and answer.isascii(), "nothing that every decoder writes alike"
+    assert run(*ask, "--adapter", tmp_path / "adapter").stdout.strip() == answer
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
+    body = {"messages": [{"role": "user", "content": parts}], "temperature": 0}
+    with served(tmp_path / "export") as address:
+
+        def post(**more: Any) -> bytes:
+            content = json.dumps({**body, "max_tokens": NUM_NEW, **more}).encode()
+            request = Request(address, content, {"Content-Type": "application/json"})
+            with urlopen(request, timeout=120) as reply:
+                return bytes(reply.read())
+
+        whole = json.loads(post())["choices"][0]["message"]["content"]
+        lines = [
+            line[6:]
+            for line in post(stream=True).decode().split("\n")
+            if line.startswith("data: {")
+        ]
+    pieces = [json.loads(line)["choices"][0]["delta"].get("content") or "" for line in lines]
+    assert whole.strip() == answer
+    assert "".join(pieces).strip() == answer and len([x for x in pieces if x]) > 1

@@ -77,7 +77,7 @@ def test_own_data(empty):
     assert (empty / "runs/photos/report/index.html").is_file()
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_lora(empty):
     model = str(ROOT / "assets/tiny-qwen3_5")
     said = follow(GUIDES["lora"].read_text(), empty, MODEL=model, MORE=FEW)
@@ -129,6 +129,9 @@ def test_object_storage(empty):
 def test_serving(empty):
     said = follow(GUIDES["serving"].read_text(), empty)
     assert "README.md" in said and "adapter_config.json" in said
+    answers = [json.loads(line) for line in (empty / "answers.jsonl").read_text().splitlines()]
+    assert [row["place"] for row in answers] == [f"questions.jsonl, line {n}" for n in (1, 2, 3)]
+    assert said.splitlines().count(answers[0]["answer"]) >= 3, "merged, adapters, a chat"
 
 
 @pytest.mark.soak
