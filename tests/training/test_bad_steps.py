@@ -374,6 +374,9 @@ class OneIsIll(Ranks):
     def sum_over_world(self, values: Tensor) -> Tensor:
         return values if values.dim() else values + math.nan
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
 
 def test_a_norm_that_is_no_number_on_one_rank_is_none_on_all(
     settings: dict[str, Any], steps: list[GlobalStep]
@@ -383,7 +386,7 @@ def test_a_norm_that_is_no_number_on_one_rank_is_none_on_all(
     _, encoder = open_recipe(recipe)
     engine = engine_of(recipe.model, recipe.parallelism, encoder, Ranks(), policy_of(recipe))
     rate, batches = Schedule(recipe.optim, STEPS), [one.batch for one in steps[0].micro_batches]
-    for ranks in (OneIsIll(), Ranks()):
+    for ranks in (OneIsIll(world_size=2), Ranks()):
         stepper = Stepper(
             engine=engine, objective=SFT, schedule=rate, max_grad_norm=1.0, ranks=ranks
         )

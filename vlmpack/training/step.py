@@ -285,9 +285,9 @@ class Stepper:
         more = {} if routers is None else routers.take(self.engine.device)
         sums = self._sum_up(reports, batches, counts, more)
         norm = self.engine.finish_gradients(sums[self.objective.divisor], self.max_grad_norm)
-        norm = norm.double()
-        norm = norm + self.ranks.sum_over_world(norm * 0)  # NaN on all where it is no number on one
-        read = torch.stack([*sums.values(), norm]).tolist()  # the step's one host read
+        if self.ranks.world_size > 1:  # NaN on all where it is no number on one
+            norm = norm + self.ranks.sum_over_world(norm * 0)
+        read = torch.stack([*sums.values(), norm.double()]).tolist()  # the step's one host read
         result = self._named(dict(zip(sums, read, strict=False)), grad_norm=read[-1])
         return Pass(result, reports)
 
