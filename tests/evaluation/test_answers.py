@@ -83,7 +83,7 @@ def tokens(model: Any, encoder: Encoder, asked: Question) -> list[int]:
 def test_with_adapters_it_answers_as_peft_does(tmp_path, tiny_folder, loaded, adapter) -> None:
     base, encoder = loaded
     reference = peft_model(tiny_folder, adapter)
-    ours, _ = load_for_generation(tiny_folder, adapter)
+    ours, _ = load_for_generation(tiny_folder, [adapter])
     questions = [Question.from_sample(sample.cooked()) for sample in read_shard(limit=8)]
     theirs = [tokens(reference, encoder, asked) for asked in questions]
     assert [tokens(ours, encoder, asked) for asked in questions] == theirs
@@ -100,6 +100,20 @@ def test_with_adapters_it_answers_as_peft_does(tmp_path, tiny_folder, loaded, ad
     assert [one.exit_code for one in answers] == [0, 0], answers[0].exception
     assert answers[0].stdout == answers[1].stdout
     assert answers[0].stdout != run(*ask, "--model", tiny_folder).stdout
+    # Two in a row, as merge takes them.
+    both = tmp_path / "both"
+    words = ("merge", tiny_folder, adapter, adapter, "-o", both, "--dtype", "float32")
+    assert run(*words).exit_code == 0
+    twice, again = (
+        model[0].state_dict()
+        for model in (
+            load_for_generation(tiny_folder, [adapter, adapter]),
+            load_for_generation(both),
+        )
+    )
+    once = ours.state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in twice.items())
+    assert not all(torch.equal(value, once[name]) for name, value in twice.items())
 
 
 def test_adapters_that_cannot_be_used_are_refused_by_name(tmp_path, tiny_folder, adapter) -> None:
@@ -125,7 +139,7 @@ def test_adapters_that_cannot_be_used_are_refused_by_name(tmp_path, tiny_folder,
         assert isinstance(failed.exception, VlmpackError), failed.output
         assert said in str(failed.exception)
     with pytest.raises(ModelError, match="peft_type"):  # named or not
-        load_for_generation(tiny_folder, no_lora)
+        load_for_generation(tiny_folder, [no_lora])
 
 
 def write_questions(folder: Path) -> tuple[Path, list[dict[str, Any]]]:

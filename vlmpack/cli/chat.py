@@ -23,19 +23,19 @@ ORDERS = "/image FILE, /reset, /quit"
 
 def chat(
     model: Annotated[Path | None, option("generate.model")] = None,
-    adapter: Annotated[Path | None, option("generate.adapter")] = None,
+    adapter: Annotated[list[Path] | None, option("generate.adapter")] = None,
     max_new_tokens: Annotated[int, option("chat.max_new_tokens")] = 512,
 ) -> None:
     """Talk with a model in the terminal. Each line is a question, and answers are greedy and appear
     as they are generated. `/image FILE` adds an image to the next question, `/reset` begins a new
     conversation, `/quit` or Ctrl-D ends. Where the questions do not come from a terminal, the first
     one that cannot be asked ends the command with exit code 1."""
-    base = base_of(model, adapter)
+    base = base_of(model, adapter or ())
     from vlmpack.evaluation.generation import load_for_generation
 
     quiet_transformers()
     ACTIVITY.enter_alone("loading the model")
-    talk = _Talk(*load_for_generation(base, adapter), max_new_tokens)
+    talk = _Talk(*load_for_generation(base, adapter or ()), max_new_tokens)
     has_person = sys.stdin.isatty()
     if has_person:
         say(f"{base}: ask something ({ORDERS})", err=True)

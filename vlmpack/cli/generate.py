@@ -52,7 +52,7 @@ NO_FILE = QuestionsFile()
 def generate(
     question: Annotated[str | None, argument("generate.question")] = None,
     model: Annotated[Path | None, option("generate.model")] = None,
-    adapter: Annotated[Path | None, option("generate.adapter")] = None,
+    adapter: Annotated[list[Path] | None, option("generate.adapter")] = None,
     image: Annotated[list[Path] | None, option("generate.image")] = None,
     max_new_tokens: Annotated[int, option("generate.max_new_tokens")] = 64,
     draw: Annotated[Path | None, option("generate.draw")] = None,
@@ -64,16 +64,16 @@ def generate(
     if question is not None and file.questions is None:
         if file.images is not None or file.out is not None:
             raise VlmpackError("--images, --output: these go with --questions FILE")
-        _answer_one(question, model, adapter, image or (), max_new_tokens, draw)
+        _answer_one(question, model, adapter or (), image or (), max_new_tokens, draw)
     elif question is None and file.questions is not None:
         if image or draw is not None:
             raise VlmpackError("--image, --draw: these go with QUESTION; records name their images")
-        _answer_file(file.questions, file, model, adapter, max_new_tokens)
+        _answer_file(file.questions, file, model, adapter or (), max_new_tokens)
     else:
         raise VlmpackError("expected one of QUESTION and --questions FILE")
 
 
-def base_of(model: Path | None, adapter: Path | None) -> Path:
+def base_of(model: Path | None, adapters: Sequence[Path]) -> Path:
     """The model folder to load: the one that is given, else the one that the adapters name.
 
     Raises:
@@ -82,23 +82,24 @@ def base_of(model: Path | None, adapter: Path | None) -> Path:
     """
     from vlmpack.capabilities.adapter_config import AdapterConfig
 
-    if adapter is None:
-        if model is None:
-            raise VlmpackError("expected --model DIR, or --adapter DIR with adapters that name it")
+    found = [AdapterConfig.read(adapter).values for adapter in adapters]
+    if model is not None:
         return model
-    named = AdapterConfig.read(adapter).values.get("base_model_name_or_path")
-    if model is None and not (isinstance(named, str) and Path(named).is_dir()):
+    if not found:
+        raise VlmpackError("expected --model DIR, or --adapter DIR with adapters that name it")
+    named = found[0].get("base_model_name_or_path")
+    if not (isinstance(named, str) and Path(named).is_dir()):
         raise VlmpackError(
-            f"{adapter} names its base model as {named!r}, which is no folder here; expected "
+            f"{adapters[0]} names its base model as {named!r}, which is no folder here; expected "
             "--model DIR too"
         )
-    return Path(str(named)) if model is None else model
+    return Path(named)
 
 
 def _answer_one(
     question: str,
     model: Path | None,
-    adapter: Path | None,
+    adapters: Sequence[Path],
     paths: Sequence[Path],
     max_new_tokens: int,
     draw: Path | None,
@@ -108,7 +109,7 @@ def _answer_one(
         raise VlmpackError(f"--draw: {len(images)} images; an answer's boxes are drawn on one")
     if draw is not None and not _takes_images(draw.suffix):
         raise VlmpackError(f"--draw {draw}: no image file has such a name; expected FILE.png")
-    base = base_of(model, adapter)
+    base = base_of(model, adapters)
 
     # Heavy: only once the files are known to be there.
     from vlmpack.encode import ImagePart, Message, TextPart, VLMSample
@@ -129,7 +130,7 @@ def _answer_one(
     quiet_transformers()
     ACTIVITY.enter_alone("loading the model")
 
-    loaded, encoder = load_for_generation(base, adapter)
+    loaded, encoder = load_for_generation(base, adapters)
     if draw is not None and encoder.coordinates is None:
         way_out = "whose form the run's export then notes"
         raise VlmpackError(no_rule(encoder.family.name, f"--draw {draw}", way_out))
@@ -164,13 +165,17 @@ def _answer_one(
 
 
 def _answer_file(
-    path: Path, given: QuestionsFile, model: Path | None, adapter: Path | None, max_new_tokens: int
+    path: Path,
+    given: QuestionsFile,
+    model: Path | None,
+    adapters: Sequence[Path],
+    max_new_tokens: int,
 ) -> None:
     from vlmpack.data.files.images import ImageRoot
     from vlmpack.data.files.records import open_records
 
     found = iter(open_records(path, every_column=True))
-    base, out, batch_size = base_of(model, adapter), given.out, given.batch_size
+    base, out, batch_size = base_of(model, adapters), given.out, given.batch_size
     if out is not None and out.exists():
         raise VlmpackError(f"{out} is there already; choose another place with -o, or delete it")
     from vlmpack.evaluation.generation import answer_questions, load_for_generation
@@ -178,7 +183,7 @@ def _answer_file(
     root = ImageRoot(str(given.images or (path if path.is_dir() else path.parent)))
     quiet_transformers()
     ACTIVITY.enter_alone("loading the model")
-    loaded, encoder = load_for_generation(base, adapter)
+    loaded, encoder = load_for_generation(base, adapters)
     total = bad = 0
     while some := list(islice(found, batch_size * BATCHES_READ)):
         rows, asked = _asked(some, root, encoder)

@@ -193,11 +193,12 @@ def answer_over_ranks(
     return merged
 
 
-def load_for_generation(folder: Path, adapter: Path | None = None) -> tuple[Any, Encoder]:
+def load_for_generation(folder: Path, adapters: Sequence[Path] = ()) -> tuple[Any, Encoder]:
     """A model folder, ready to answer: on the GPU in bfloat16, or on the CPU in float32.
 
     Args:
-        adapter: a folder in peft's format, which is merged into the weights in float32.
+        adapters: folders in peft's format, which are merged into the weights in float32, one after
+            the other.
 
     Raises:
         ModelError: a folder without config, weights or processor files, or adapters that cannot be
@@ -209,7 +210,7 @@ def load_for_generation(folder: Path, adapter: Path | None = None) -> tuple[Any,
 
     encoder = Encoder(folder)
     model = load_model(folder)
-    if adapter is not None:
+    for adapter in adapters:
         model = merge_adapter(model, adapter)
     encoder.load()
     if torch.cuda.is_available():
