@@ -1,7 +1,8 @@
-"""What saves and the comparison of replicas cost the training thread, as shares of one run.
+"""What saves and what watches over a run cost the training thread, as shares of one run.
 
-    python benchmarks/bench_saves.py compared    the demo on two processes (gloo), 1,000 steps, a
-                                                 save every 250
+    python benchmarks/bench_saves.py watched     the demo on two processes (gloo), 1,000 steps, a
+                                                 save every 250, replicas compared before each, a
+                                                 sentinel every 500 steps, steps that can be skipped
     python benchmarks/bench_saves.py waits       one process with about 1 GB of weights and moments,
                                                  saved in the background every 50 steps
 
@@ -23,7 +24,7 @@ from typing import Any
 
 from models import ROOT, write_wide_model
 
-STEPS = {"compared": 1000, "waits": 60}
+STEPS = {"watched": 1000, "waits": 60}
 WIDTH, LAYERS = 768, 12
 """84 million parameters: 1.0 GB with both moments in float32."""
 ALWAYS = {
@@ -34,7 +35,12 @@ ALWAYS = {
     "logging.progress": "none",
 }
 BY_KIND: dict[str, dict[str, Any]] = {
-    "compared": {"training.micro_batch_size": 8, "checkpoint.interval_steps": 250},
+    "watched": {
+        "training.micro_batch_size": 8,
+        "training.on_non_finite": "skip",
+        "training.sentinel_interval": 500,
+        "checkpoint.interval_steps": 250,
+    },
     "waits": {
         "checkpoint.interval_steps": 50,
         "checkpoint.asynchronous": True,
@@ -68,11 +74,17 @@ def one_process(kind: str, folder: Path) -> None:
     from vlmpack.training.checkpoint import Saver
     from vlmpack.training.checkpoint.safetensors_file import HostCopies
     from vlmpack.training.replicas import Replicas
+    from vlmpack.training.sentinel import Sentinel
+    from vlmpack.training.step import StepMemory
     from vlmpack.training.trainer import Trainer
 
     spans: dict[str, list[tuple[float, float]]] = {}
     clocks = {
-        "compared": [(Replicas, name) for name in ("on_start", "on_step", "on_save")],
+        "watched": [
+            *((Replicas, name) for name in ("on_start", "on_step", "on_save")),
+            (Sentinel, "compare"),
+            (StepMemory, "keep"),
+        ],
         "waits": [(Saver, name) for name in ("save_in_background", "finish", "wait_for_copy")],
     }
     clocks["waits"].append((HostCopies, "copy"))  # on the thread
@@ -89,7 +101,7 @@ def one_process(kind: str, folder: Path) -> None:
 
 def bench_saves(kind: str) -> dict[str, object]:
     """The spans of a run as shares of its steps."""
-    processes = 2 if kind == "compared" else 1
+    processes = 2 if kind == "watched" else 1
     with tempfile.TemporaryDirectory(prefix="vlmpack-bench-") as name:
         folder = Path(name)
         if kind == "waits":

@@ -203,7 +203,7 @@ class Engine(Protocol):
         """Names and (F,) int64 digests of what this rank holds of frozen parameters."""
 
     def held_parts(self) -> Iterator[tuple[str, Tensor]]:
-        """What this rank holds of weights, moments and buffers, by part. Not collective.
+        """What this rank holds of weights, moments and buffers, by part. All ranks call it alike.
 
         A name says which elements its part has. Ranks that give the same name must hold the same
         bits.

@@ -352,7 +352,8 @@ class _Replayer:
                 found.rows.append([name for _, name in samples])
                 bad, found.first = [batch], first or found.first
                 for number, name in samples:
-                    alone = self.session.train.alone(number).batch if own else empty
+                    with ranks.raised_by_all(VlmpackError):
+                        alone = self.session.train.alone(number).batch if own else empty
                     is_bad, first = self._is_bad(self.stepper, [alone])
                     if is_bad:
                         found.alone.append(name)
