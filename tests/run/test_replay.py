@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import vlmpack
 from vlmpack.api import resolve
+from vlmpack.build.extensions import missing
 from vlmpack.build.look import open_recipe
 from vlmpack.cli.app import app
 from vlmpack.errors import VlmpackError
@@ -186,8 +187,12 @@ def test_the_command_says_it(settings: dict[str, Any], run_dir: Path, tmp_path: 
 
 
 def test_what_is_no_dump_is_named(tmp_path: Path) -> None:
-    with pytest.raises(VlmpackError, match=r"holds no recipe.yaml; expected a dump in the dumps/"):
+    with pytest.raises(VlmpackError, match=r"no such file; expected a dump in the dumps/"):
         vlmpack.replay(tmp_path / "dumps/step-00000001.json")
+    moved = tmp_path / "moved.json"
+    moved.write_text("{}")
+    with pytest.raises(VlmpackError, match=r"holds no recipe.yaml; expected a dump in the dumps/"):
+        vlmpack.replay(moved)
     (tmp_path / "recipe.yaml").write_text("a: 1")
     with pytest.raises(VlmpackError):
         vlmpack.replay(tmp_path / "dumps/step-00000001.json")
@@ -205,3 +210,20 @@ def test_a_replay_writes_elsewhere_where_it_is_told_to(tmp_path: Path) -> None:
     assert own == str(tmp_path / "dumps/step-00000003.replay")
     other = of_replay.recipe_of(dump, {"run_dir": "/elsewhere"}).run_dir
     assert other == "/elsewhere/step-00000003.replay"
+
+
+def test_a_replay_needs_no_metrics_of_the_program(tmp_path: Path) -> None:
+    """It answers no questions, so it cannot be handed any."""
+    settings = changed(
+        run_settings(tmp_path),
+        data__test=[str(ROOT / "assets/digits/test-*.tar")],
+        evaluation__generate=True,
+        evaluation__generate_interval_steps=2,
+        evaluation__metrics=["python:mine"],
+        evaluation__best="python:mine",
+        evaluation__patience=2,
+        export__weights="best",
+    )
+    write_recipe(tmp_path / "recipe.yaml", settings)
+    assert "python:mine" in missing(load_recipe(tmp_path / "recipe.yaml"))[0]
+    assert missing(of_replay.recipe_of(dump_of(tmp_path, 3))) == []

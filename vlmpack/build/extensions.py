@@ -112,12 +112,17 @@ def extensions_of(
 
 
 def missing(
-    recipe: Recipe, extensions: Extensions = NO_EXTENSIONS, *, data_alone: bool = False
+    recipe: Recipe,
+    extensions: Extensions = NO_EXTENSIONS,
+    *,
+    data_alone: bool = False,
+    call: str = "vlmpack.finetune(recipe",
 ) -> list[str]:
     """The names in a recipe for which the program passed nothing.
 
     Args:
         data_alone: check sources and functions alone, for callers that do not train.
+        call: the beginning of the call that a message names.
     """
     problems = []
     for key, argument, name in registered_in(recipe):
@@ -135,12 +140,12 @@ def missing(
         if argument == "sources" and name in extensions.data.fingerprints:
             problems.append(f"{key}: {_other_kind(key, name)}")
             continue
-        call = f"{argument}=..." if argument == "objective" else f"{argument}={{{name!r}: ...}}"
+        given = f"{argument}=..." if argument == "objective" else f"{argument}={{{name!r}: ...}}"
         had = f"; there are {', '.join(there)}" if there else ""
         what = "a function" if key.endswith("columns") else "this"
         problems.append(
             f"{key}: python:{name} is not here; {what} is handed over by a program: "
-            f"vlmpack.finetune(recipe, {call}){had}"
+            f"{call}, {given}){had}"
         )
     return list(dict.fromkeys(problems))
 

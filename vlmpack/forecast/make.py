@@ -469,8 +469,8 @@ def _sentinel_notes(inputs: PlanInputs, own: ModeFigures) -> tuple[str, ...]:
         per_copy = training.global_batch_size / inputs.copies / training.micro_batch_size
         passes, again = passes + 1 / max(1.0, per_copy), ", and a row again without dropout"
     return (
-        f"the sentinel runs a sample of {samples:,.1f} forward once more every {interval:,} steps"
-        f"{again}: {passes / (3 * interval):.3%} of what the steps compute",
+        f"every {interval:,} steps the sentinel runs one sample of about {samples:,.1f} alone, "
+        f"forward{again}: {passes / (3 * interval):.3%} of what the steps compute",
     )
 
 

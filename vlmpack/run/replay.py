@@ -56,6 +56,12 @@ QUIET = {
     "logging.progress": "none",
     "training.verify": False,
     "training.sentinel_interval": None,
+    "evaluation.generate": False,
+    "evaluation.generate_interval_steps": None,
+    "evaluation.metrics": ["exact_match"],
+    "evaluation.best": None,
+    "evaluation.patience": None,
+    "export.weights": "last",
     "checkpoint.resume": "auto",
     "export.enabled": False,
 }
@@ -150,9 +156,8 @@ def recipe_of(dump: Path, overrides: Mapping[str, Any] | Sequence[str] = ()) -> 
     """
     run = RunDir(dump.parent.parent)
     if not run.recipe.is_file():
-        raise VlmpackError(
-            f"{dump}: {run.path} holds no recipe.yaml; expected a dump in the dumps/ of its run"
-        )
+        found = f"{run.path} holds no recipe.yaml" if dump.is_file() else "no such file"
+        raise VlmpackError(f"{dump}: {found}; expected a dump in the dumps/ of its run")
     own = load_recipe(read_recipe(run.path))
     recipe = load_recipe(own, overrides)
     scratch = dump.with_suffix(".replay")
@@ -181,7 +186,7 @@ def replay(
         VlmpackError: no dump, or a step on the way that differs from the run's.
     """
     content, run = read_dump(dump), RunDir(dump.parent.parent)
-    if problems := missing(recipe, extensions):
+    if problems := missing(recipe, extensions, call="vlmpack.replay(dump"):
         raise RecipeError(problems)
     is_main = False
     try:

@@ -31,7 +31,6 @@ from vlmpack.training.listener import Listener
 from vlmpack.training.step import NonFiniteStep, StepSums
 from vlmpack.version import __version__
 from vlmpack.whole_file import write_atomically
-from vlmpack.words import counted
 
 logger = logging.getLogger("vlmpack")
 
@@ -87,16 +86,15 @@ class BadSteps(Listener):
             stops = f"{in_a_row} steps in a row were not finite; at most {MOST_IN_A_ROW - 1} may be"
         elif len(recent) >= self.most:
             stops = (
-                f"training.max_skipped_steps is {self.most} in any {WINDOW:,} steps, and "
-                f"{counted(len(recent), 'step')} of the last {WINDOW:,} were skipped before "
-                f"({', '.join(map(str, recent[-3:]))})"
+                f"training.max_skipped_steps is {self.most} in any {WINDOW:,} steps; skipped "
+                f"before this one: {len(recent)} ({', '.join(map(str, recent[-3:]))})"
             )
         if stops:
             raise NonFiniteError(
                 f"{reason}. Stopped before the optimizer step, no weight has changed. {stops}. "
                 "Look at these samples and at an objective of your own, lower optim.lr, or set "
                 "optim.max_grad_norm"
-            )
+            ) from None
         self.steps = [*recent, step]
         if self.ranks.is_lead:
             names = (
@@ -104,7 +102,7 @@ class BadSteps(Listener):
                 for micro_batch in data.micro_batches
                 for sample in micro_batch.samples
             )
-            why = f"step {step} was not finite and was skipped; see {path.name}"
+            why = f"step {step} was not finite and was skipped; see dumps/{path.name}"
             self.ledger.record_unlearnt(names, reason=why, epoch=data.epoch, batch=data.batch)
         if self.ranks.is_main:
             logger.warning("%-14s %s", "skipped", reason)
