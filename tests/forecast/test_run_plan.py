@@ -165,7 +165,7 @@ def test_the_cost_of_the_sentinel_is_said(shards: tuple[str, Path], tmp_path: Pa
     plan = plan_figures(plan_inputs(recipe, config=config, split=data.split, world_size=2))
     (said,) = [note for note in plan.notes if "sentinel" in note]
     samples = plan.mode.samples / plan.mode.steps / 2
-    share = float(said.partition("steps: ")[2].partition("%")[0]) / 100
+    share = float(said.partition("forward: ")[2].partition("%")[0]) / 100
     assert share == pytest.approx(1 / 3 / 500 / samples, abs=1e-5)
     assert 0 < share < 0.005
 
