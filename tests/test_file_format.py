@@ -29,6 +29,7 @@ from vlmpack.model_folder.digests import RememberedDigests, SeenFile
 from vlmpack.proof.verify import gate
 from vlmpack.report.run_files import read_run
 from vlmpack.run.card import card_of
+from vlmpack.run.replay import read_dump
 from vlmpack.training.checkpoint import CheckpointReader, find_damage
 from vlmpack.training.model_watch import ModelRecord
 from vlmpack.training.record import read_launches
@@ -75,6 +76,11 @@ def packs(folder: Path, old: object) -> str:
 def checkpoint(folder: Path, old: object) -> str:
     written(folder, "state.json", old)
     return raised(lambda: CheckpointReader(folder))
+
+
+def dump(folder: Path, old: object) -> str:
+    written(folder, "step-00000001.json", old)
+    return raised(lambda: read_dump(folder / "step-00000001.json"))
 
 
 def complete(folder: Path, old: object) -> str:
@@ -167,6 +173,7 @@ OLD: list[tuple[str, Callable[..., str], object]] = [
     ("RUN", run, {"optim.lr": 0.1}),
     ("RESULT", result, {"steps": 1, "digit_accuracy_after": 0.5}),
     ("SAMPLE_RECORD", record, {"launch": 1, "start": 0, "dp": 1, "state": {}}),
+    ("DUMP", dump, {"step": 1, "repeats": True}),
     ("AUDIT", audit, {"proven": True, "batches": 1}),
     ("VERIFICATION", verification, {"passes": True, "checks": [{"name": "loss"}]}),
     ("INDEX", index, {"vlmpack.content": "0"}),

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Annotated
 
+from vlmpack.activity import ACTIVITY
 from vlmpack.cli.options import (
     AsJson,
     Overrides,
@@ -32,6 +33,7 @@ def replay(
     from vlmpack.run.replay import recipe_of
     from vlmpack.run.replay import replay as replayed
 
+    ACTIVITY.enter_alone("opening model and data")
     found = replayed(dump, recipe_of(dump, overrides or ()), at_checkpoint=at_checkpoint)
     if launcher_number("RANK", 0) or 0:
         return

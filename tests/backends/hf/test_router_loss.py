@@ -237,7 +237,7 @@ def test_what_is_reported_is_transformers_own_loss_over_tokens(engines, samples,
 
 def test_the_host_reads_no_more_for_it(engines, samples):
     text = [row for row in rows_of(samples) if row.media is None]
-    once = [("tolist", "step.py:train")]
+    once = [("tolist", "step.py:compute")]
     for rows in (text[:1], text * 3):
         assert step_of(engines[WEIGHT], rows)[1].ours == once
 
@@ -276,7 +276,7 @@ def test_gradients_are_those_of_the_mcore_engine(folder, engines, samples):
     figures = [float(each.router_sum.take(CPU)[ROUTER_SUM]) for each in (engines[WEIGHT], theirs)]
     assert figures[0] == pytest.approx(figures[1], rel=1e-6)
     assert figures[0] > sum(row.num_tokens for row in rows), "never below 1"
-    assert step_of(theirs, rows)[1].ours == [("tolist", "step.py:train")]
+    assert step_of(theirs, rows)[1].ours == [("tolist", "step.py:compute")]
 
 
 def test_padding_that_counts_is_found(engines, samples, reference, balance):

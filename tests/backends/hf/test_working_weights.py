@@ -169,7 +169,7 @@ class Casts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._foreach_copy_.default:
-            self.seen["together"] += 1
+            self.seen["together"] += args[0][0].dtype is torch.bfloat16  # buffers are copied too
         if func is torch.ops.aten._to_copy.default and tuple(made.shape) in self.shapes:
             self.seen[str(made.dtype)] += made.dtype is torch.bfloat16
         return made

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
 ]
 
-OURS = [("tolist", "step.py:train")]
+OURS = [("tolist", "step.py:compute")]
 COLLATE = collator(LAYOUTS["one"])
 
 
