@@ -42,8 +42,9 @@ NOT_PROMISED = """
 ## What is not promised
 
 - **A bit that flips in memory of one replica alone**, or in a shard of weights that no other
-  process holds. With two or more replicas, [the comparison before each save](runs.md) finds a
-  difference between them. With one there is nothing to compare with.
+  process holds. With two or more replicas,
+  [the comparison before each save](runs.md#replicas-that-differ) finds a difference. With one there
+  is nothing to compare with.
 - **GPUs and NCCL.** All of this ran on CPUs with gloo, which proves the logic and not the
   network.
 - **A kill -9 of a whole container.** Semaphores of Python that its tracker would have removed

@@ -33,7 +33,7 @@ BAD = {2: "pixels", 3: "layer", 5: "objective", 6: "gradient"}
 FIRST = {
     "pixels": "the input of model.model.visual (NaN)",
     "layer": "the input of model.model.language_model.layers.2 (NaN)",
-    "objective": "the gradient of the output of PackedVLM (NaN)",
+    "objective": "the gradient of losses (NaN)",
     "gradient": "the gradient of the output of model.model.language_model.norm (NaN)",
 }
 """The first tensor behind the place of the fault. An objective's is the gradient that it gives to

@@ -169,11 +169,11 @@ def first_non_finite(model: nn.Module) -> Iterator[list[str]]:
     def look(kind: str, path: str, module: nn.Module, *values: Any) -> None:
         tensors = [*_tensors(values if kind == "input" else values[-1])]
         note(f"the {kind}", path, tensors)
+        # The model itself gives losses, whose gradient is the objective's.
+        where = ("the gradient of the output", path) if path else ("the gradient", "losses")
         for tensor in tensors if kind == "output" else ():
             if tensor.requires_grad and not layers:
-                tensor.register_hook(
-                    lambda gradient: note("the gradient of the output", path, [gradient])
-                )
+                tensor.register_hook(lambda gradient: note(*where, [gradient]))
 
     handles = []
     for path, module in model.named_modules():
