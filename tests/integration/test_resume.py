@@ -149,7 +149,7 @@ def test_background_checkpoints_are_those_of_a_waiting_run(
     """Published at the first step boundary where no rank writes, else before the next save."""
     base = changed(short, run_dir=str(tmp_path / "mine"))
     there: dict[int, list[int]] = {}
-    original = session_module.Session._steps
+    original = session_module.Session.steps
 
     def looking(self: Any) -> Any:
         for train_step in original(self):
@@ -157,7 +157,7 @@ def test_background_checkpoints_are_those_of_a_waiting_run(
             there[self.trainer.totals.step + 1] = sorted(int(f.parent.name[5:]) for f in folders)
             yield train_step
 
-    monkeypatch.setattr(session_module.Session, "_steps", looking)
+    monkeypatch.setattr(session_module.Session, "steps", looking)
     monkeypatch.setattr(Saver, "is_writing", property(lambda _: writing))
     run_recipe(resolve(changed(base, checkpoint__asynchronous=True), {}))
     second = [2, 4] if not writing else [2]
@@ -277,7 +277,7 @@ def test_a_run_that_saved_nothing_begins_again_with_another_lr(
 ) -> None:
     """Also from a clone that is not installed: no package of that name is known to Python."""
     settings = changed(settings, training__max_steps=2)
-    original, known = session_module.Session._steps, metadata.distribution
+    original, known = session_module.Session.steps, metadata.distribution
 
     def ending(self: Any) -> Any:
         steps = original(self)
@@ -290,7 +290,7 @@ def test_a_run_that_saved_nothing_begins_again_with_another_lr(
         return known(name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(session_module.Session, "_steps", ending)
+        patch.setattr(session_module.Session, "steps", ending)
         with pytest.raises(KeyboardInterrupt):
             run_recipe(resolve(settings, {}))
     assert len(rows(settings["run_dir"], "step")) == 1

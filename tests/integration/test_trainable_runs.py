@@ -124,7 +124,7 @@ def same(ours, theirs, name):
 def test_a_run_that_stopped_goes_on_bit_by_bit(finished, tmp_path, monkeypatch):
     settings, run = finished
     settings = changed(settings, run_dir=str(tmp_path / "run"))
-    original = session_module.Session._steps
+    original = session_module.Session.steps
 
     def stopping(self):
         for train_step in original(self):
@@ -133,7 +133,7 @@ def test_a_run_that_stopped_goes_on_bit_by_bit(finished, tmp_path, monkeypatch):
             yield train_step
 
     with monkeypatch.context() as patch:
-        patch.setattr(session_module.Session, "_steps", stopping)
+        patch.setattr(session_module.Session, "steps", stopping)
         with pytest.raises(Preempted):
             run_recipe(resolve(settings, {}))
     other = changed(settings, trainable__lora__rank=8, optim__projector_lr=2e-3)

@@ -27,7 +27,7 @@ from vlmpack.run.session import Session
 
 def watched(found: dict[str, list[Any]]) -> None:
     """Note what is sent in this process, and what is held."""
-    vote, tell, steps = Ranks.gather_in_replica, Ranks.gather_objects_in_replica, Session._steps
+    vote, tell, steps = Ranks.gather_in_replica, Ranks.gather_objects_in_replica, Session.steps
 
     def noted_vote(self: Ranks, values: Any) -> Any:
         found["rank"] = self.rank
@@ -49,7 +49,7 @@ def watched(found: dict[str, list[Any]]) -> None:
 
     Ranks.gather_in_replica = noted_vote  # type: ignore[method-assign]
     Ranks.gather_objects_in_replica = noted_tell  # type: ignore[method-assign]
-    Session._steps = noted_steps  # type: ignore[method-assign]
+    Session.steps = noted_steps  # type: ignore[method-assign]
 
 
 def broken(self: Ranks, found: dict[str, list[Any]]) -> str | None:

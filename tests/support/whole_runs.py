@@ -102,7 +102,7 @@ def run_until(
     if stop_after is None:
         run_recipe(recipe)
         return
-    original = session_module.Session._steps
+    original = session_module.Session.steps
 
     def stopping(self: Any) -> Any:
         for train_step in original(self):
@@ -111,7 +111,7 @@ def run_until(
             yield train_step
 
     with monkeypatch.context() as patch:
-        patch.setattr(session_module.Session, "_steps", stopping)
+        patch.setattr(session_module.Session, "steps", stopping)
         with pytest.raises(Preempted, match=f"stopped at step {stop_after} of {total}"):
             run_recipe(recipe)
 
