@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
 
@@ -14,12 +13,12 @@ _LIBRARY = torch.library.Library("vlmpack", "DEF")
 OPERATORS: Any = torch.ops.vlmpack
 """Those that `define` has made, by their names."""
 
-_PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
+_plain = False  # a plain global, which a compiled layer reads without a break in its graph
 
 
 def is_plain() -> bool:
     """Whether this is a forward pass through the plain path: see `plain_path`."""
-    return _PLAIN.get()
+    return _plain
 
 
 @contextmanager
@@ -30,14 +29,15 @@ def plain_path() -> Iterator[None]:
     Layers are compiled and graphs are replayed in training mode alone, so a pass in eval mode has
     none of these either.
     """
+    global _plain
     matmul: Any = torch.backends.cuda.matmul
     rounds = matmul.allow_bf16_reduced_precision_reduction
     matmul.allow_bf16_reduced_precision_reduction = False
-    token = _PLAIN.set(True)
+    before, _plain = _plain, True
     try:
         yield
     finally:
-        _PLAIN.reset(token)
+        _plain = before
         matmul.allow_bf16_reduced_precision_reduction = rounds
 
 
