@@ -181,7 +181,8 @@ class WeightLayout:
         yield "model", main.detach().view(-1), offset
         if moments:
             for kind in MOMENTS:
-                yield kind, inner.state[main][kind].view(-1), offset
+                if kind in inner.state[main]:  # a checkpoint without them is refused as it is saved
+                    yield kind, inner.state[main][kind].view(-1), offset
 
     def _part(self, local: LocalParameter, held: int, offset: int) -> tuple[int, int]:
         """The flat range that this rank writes of what it holds."""
