@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.forked import run_ranks
-from support.planted import planted
+from support.planted import leader_of, planted
 from support.recipes import changed, copy_samples, run_settings, write_recipe
 from support.shards import ROOT
 from typer.testing import CliRunner
@@ -59,15 +59,7 @@ def plants(settings: dict[str, Any]) -> Mapping[int, str]:
     """Step -> key of the sample with its fault."""
     train, _ = open_recipe(resolve(settings, {}))
     steps = [*train.batches(train.start(), rank=0, dp=1, max_steps=STEPS)]
-    found = {}
-    for step in BAD:
-        rows = (micro.batch for micro in steps[step - 1].micro_batches)
-        found[step] = next(
-            row.keys[0]
-            for row in rows
-            if row.media is not None and row.media_positions[0] < row.segment_lengths[0]
-        )
-    return found
+    return {step: leader_of(steps[step - 1]) for step in BAD}
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from vlmpack import finetune, replay
 from vlmpack.backends.engine import LossFunction
+from vlmpack.data.loading.loader import GlobalStep
 from vlmpack.packing import Batch, PackedBatch
 from vlmpack.recipe import load_recipe
 from vlmpack.training.objective import Objective, forward_step
@@ -27,6 +28,18 @@ PLACES = ("pixels", "layer", "objective", "gradient")
 """In the sample's first image; in the output of the second decoder layer at its tokens; in its loss
 sum; in the gradient of its losses."""
 LAYER = "language_model.layers.1"
+
+
+def leader_of(step: GlobalStep) -> str:
+    """The key of a sample that stands first in its row, with an image: any fault can be planted at
+    it."""
+    rows = (micro.batch for micro in step.micro_batches)
+    return next(row.keys[0] for row in rows if leads_with_image(row))
+
+
+def leads_with_image(row: Batch) -> bool:
+    assert isinstance(row, PackedBatch)
+    return row.media is not None and bool(row.media_positions[0] < row.segment_lengths[0])
 
 
 def planted(

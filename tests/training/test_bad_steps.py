@@ -18,7 +18,7 @@ from support.checkpoints import stored_tensors
 from support.engines import engine_of
 from support.forked import run_ranks
 from support.pairs import raw_pairs, write_pairs
-from support.planted import PLACES, planted
+from support.planted import PLACES, leader_of, leads_with_image, planted
 from support.recipes import changed, copy_samples, rows, run_settings, write_recipe
 from support.shards import ROOT
 from torch import Tensor, nn
@@ -82,15 +82,7 @@ def steps(settings: dict[str, Any]) -> list[GlobalStep]:
 def plants(steps: list[GlobalStep]) -> dict[str, str]:
     """Key -> place of the fault: of each bad step's first sample that leads its row with an
     image."""
-    found = {}
-    for step, place in BAD.items():
-        batches = (micro.batch for micro in steps[step - 1].micro_batches)
-        leads = (
-            one
-            for one in batches
-            if one.media is not None and one.media_positions[0] < one.segment_lengths[0]
-        )
-        found[next(leads).keys[0]] = place
+    found = {leader_of(steps[step - 1]): place for step, place in BAD.items()}
     assert sorted(found.values()) == sorted(PLACES)
     others = [k for n, step in enumerate(steps, 1) if n not in BAD for k in keys_of(step)]
     assert not found.keys() & set(others), "guard: each fault is met once"
@@ -212,7 +204,7 @@ def test_a_long_run_ends_by_itself(
         row = step.micro_batches[0].batch
         if number % apart == apart // 2:
             place = PLACES[len(bad) % len(PLACES)]
-            if row.media is None or row.media_positions[0] >= row.segment_lengths[0]:
+            if not leads_with_image(row):
                 place = "layer"  # its first sample has no image
             plants[row.keys[0]] = place
             bad.append(number)

@@ -368,7 +368,7 @@ class _Replayer:
     def _in_float32(self, batches: Sequence[Batch]) -> bool | str:
         """Whether micro-batches are not finite in float32. Collective."""
         session, built = self.session, self.session.built
-        if getattr(session.engine, "compute_dtype", torch.float32) is torch.float32:
+        if session.engine.compute_dtype is torch.float32:
             return "the run computes in float32"
         folder = self.started_from
         if self.found.trained:

@@ -399,14 +399,15 @@ class Stepper:
             named = [keys for rank in everyone for keys in rank]
         # Each once: the processes of a replica name the same micro-batches.
         listed = [*dict.fromkeys(", ".join(keys) for keys in named)]
-        more = f" and those of {len(listed) - MOST_ROWS} more, which the dump has"
+        left = len(listed) - MOST_ROWS
+        more = f" and those of {left} more, which the dump has" if left > 0 else ""
         second = again.sums
         repeats = "is finite" if second.is_finite else "is not finite either"
         return (
             f"step {step + 1}: loss sum {made.sums.totals['loss_sum']}, "
             f"gradient norm {made.sums.grad_norm}. The same step, run again in place, {repeats}: "
             f"{second.totals['loss_sum']}, {second.grad_norm}. Samples of the micro-batches "
-            f"concerned: {'; '.join(listed[:MOST_ROWS])}{more if listed[MOST_ROWS:] else ''}"
+            f"concerned: {'; '.join(listed[:MOST_ROWS])}{more}"
         )
 
 
