@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
@@ -24,6 +25,8 @@ from support.whole_runs import audited, environment
 from vlmpack import finetune
 from vlmpack.api import resolve, run_recipe
 from vlmpack.training.run_dir import RunDir
+
+LIBC = ctypes.CDLL(None)
 
 STEPS = 8
 
@@ -84,16 +87,23 @@ def test_a_run_is_the_same_with_another_hash_seed_and_more_threads(
 
 
 class Watcher:
-    """Memory and open files of this process after each step."""
+    """Memory and open files of this process after each step.
+
+    Memory is looked at every tenth step, without what the allocator keeps of freed blocks: where
+    other tests ran before in this process, their holes fill and empty by tens of megabytes.
+    """
 
     def __init__(self) -> None:
         self.process = psutil.Process()
-        self.seen: list[tuple[int, int]] = []
+        self.memory: list[int] = []
+        self.files: list[int] = []
 
     def on_step(self, _: Any) -> None:
-        if len(self.seen) % 25 == 24:
+        self.files.append(self.process.num_fds())
+        if len(self.files) % 10 == 0:
             gc.collect()
-        self.seen.append((self.process.memory_info().rss, self.process.num_fds()))
+            LIBC.malloc_trim(0)
+            self.memory.append(self.process.memory_info().rss)
 
 
 def damage(path: Path, number: int) -> None:
@@ -142,7 +152,7 @@ def faulty_steps(tmp_path: Path, steps: int, samples: int, bad: int) -> Watcher:
         finetune(settings, callbacks=[watcher])
         audit = audited(settings["run_dir"])
         met = {request.fault for request in server.requests} - {""}
-        assert met and len(watcher.seen) == steps - 1
+        assert met and len(watcher.files) == steps - 1
     assert audit.problems == []
     for epoch in audit.epochs:
         assert epoch.trained + epoch.skipped + epoch.pending == epoch.planned == samples
@@ -156,8 +166,9 @@ def test_one_percent_of_each_fault_leaves_a_balanced_ledger(
     tmp_path: Path, record_property: Any
 ) -> None:
     steps = 150
-    seen = faulty_steps(tmp_path, steps, samples=200, bad=1).seen
-    memory, files = zip(*seen[steps // 3 :], strict=True)
+    watcher = faulty_steps(tmp_path, steps, samples=200, bad=1)
+    files, memory = watcher.files[steps // 3 :], watcher.memory[steps // 30 :]
+    half = len(memory) // 2
     assert max(files) - min(files) <= 8
-    assert memory[-1] - memory[0] < 32 << 20
+    assert min(memory[half:]) - min(memory[:half]) < 16 << 20, memory
     record_property("injections", steps)

@@ -23,6 +23,7 @@ DECIDERS = {
     "proof/verify/packed.py": "a kernel without float32 gives way before the engine is built",
     "recurrence/choose.py": "the fastest kernels, from device and dtype alone",
     "run/doctor.py": "asks what auto comes to on this machine, and says it",
+    "run/replay.py": "checkpoint.resume, in a folder of its own that holds none",
     "run/result.py": "export.dtype, from the folder that was pretrained",
     "training/metrics.py": "logging.progress, from the terminal that it opens",
 }

@@ -26,6 +26,7 @@ DOORS = {
     "run/packs.py": "opens a recipe to save its rows",
     "run/place.py": "compares a recipe with that of the run folder",
     "run/reference.py": "opens a recipe to compute its reference",
+    "run/replay.py": "opens the recipe of a dump's run once more",
 }
 """File -> why a recipe is handed to it."""
 

@@ -84,6 +84,7 @@ def objects_of(value: object) -> Objects | None:
     if value is None or value in ("", []):
         return None
     if isinstance(value, list):
+        _bound(len(value))
         value = _of_list(value)
     if not isinstance(value, dict):
         raise schema_error(f"'objects' is {kind_of(value)}; expected an object with 'bbox'")
@@ -98,8 +99,7 @@ def objects_of(value: object) -> Objects | None:
         )
     listed = {name: _listed(value, name) for name in ("bbox", "point", "polygon")}
     total = sum(map(len, listed.values()))
-    if total > MAX_SHAPES:
-        raise schema_error(f"'objects' has {total:,} shapes; at most {MAX_SHAPES:,} are read")
+    _bound(total)
     images = _listed(value, "image_id") or [0] * total
     if len(images) != total or not all(type(each) is int and each >= 0 for each in images):
         raise schema_error(
@@ -119,6 +119,11 @@ def objects_of(value: object) -> Objects | None:
         if not isinstance(label, str) or not label:
             raise schema_error(f"objects.ref[{n}] is {kind_of(label)}; expected a text")
     return Objects(made["bbox"], made["point"], made["polygon"], tuple(labels), space)
+
+
+def _bound(total: int) -> None:
+    if total > MAX_SHAPES:
+        raise schema_error(f"'objects' has {total:,} shapes; at most {MAX_SHAPES:,} are read")
 
 
 def _of_list(items: list[Any]) -> dict[str, list[Any]]:
