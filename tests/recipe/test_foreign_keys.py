@@ -62,7 +62,10 @@ FIELDS = {
         "hub_token": None,
         "auto_find_batch_size": None,
     },
-    "peft": {"lora_alpha": "trainable.lora.alpha", "rank_pattern": None, "alpha_pattern": None},
+    "peft": {
+        "lora_alpha": "trainable.lora.alpha",
+        "target_parameters": None,
+    },
     "Axolotl": {
         "base_model": "model.path",
         "sequence_len": "training.seq_length",

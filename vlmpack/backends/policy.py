@@ -108,8 +108,9 @@ class TrainingPolicy:
 
     def trains_parameter(self, name: str, paths: ModulePaths) -> bool:
         """Whether a parameter is updated; arguments as in `of_parameter`."""
-        mode: Mode = "lora" if is_adapter(name) else "full"
-        return self.mode(component_of(name, paths)) == mode and not is_untouched(name, paths)
+        mode, adapter = self.mode(component_of(name, paths)), is_adapter(name)
+        in_full = mode == "full" or (mode == "lora" and self.trainable.lora.saves(name))
+        return (mode == "lora" if adapter else in_full) and not is_untouched(name, paths)
 
     def of_parameter(self, name: str, ndim: int, paths: ModulePaths) -> ParameterPolicy:
         """The policy of a parameter with this name and number of dimensions."""

@@ -120,17 +120,17 @@ def adapters_alone_are_trained(
     if not objective.learns_pairs or objective.reference != "adapters_off":
         return []
     parts = COMPONENTS if "vision_config" in config.values else ("language",)
-    full = [name for name in parts if getattr(trainable, name) == "full"]
+    full = [f"trainable.{name}: full" for name in parts if getattr(trainable, name) == "full"]
+    full += ["trainable.lora.modules_to_save"] * bool(trainable.lora.modules_to_save)
     if not full and trainable.uses("lora"):
         return []
     where = ("objective", "reference")
     if not full:
         message = "'adapters_off', but no component has adapters; use lora, or reference: cached"
         return [Problem(where, message)]
-    listed = ", ".join(f"trainable.{name}: full" for name in full)
     message = (
-        f"'adapters_off', but weights that are no adapters are trained too ({listed}), so without "
-        "its adapters the model is not the one that the run began with. Use frozen or lora "
+        f"'adapters_off', but weights that are no adapters are trained too ({', '.join(full)}), so "
+        "without its adapters the model is not the one that the run began with. Use frozen or lora "
         "there, or reference: cached"
     )
     return [Problem(where, message)]

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from vlmpack.recipe.sources import Section, as_tuple
 
@@ -57,6 +59,20 @@ Name = Annotated[str, Field(min_length=1)]
 
 COMPONENTS: tuple[Component, ...] = ("vision", "projector", "language")
 
+Number = TypeVar("Number", int, float)
+
+
+class _Pattern(dict[str, Number]):
+    """Numbers by ends of names, which nobody changes: recipes are hashed."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(json.dumps(self))
+
+
+def _of_layer(pattern: Mapping[str, Number], layer: str, default: Number) -> Number:
+    """The number of the first end that a layer's name has."""
+    return next((n for end, n in pattern.items() if f".{layer}".endswith(f".{end}")), default)
+
 
 class LoraSection(Section):
     """Low-rank adapters (LoRA, 2106.09685), with peft's names and files. They are the same in every
@@ -81,6 +97,22 @@ class LoraSection(Section):
     is `lora`. A list is those of them whose names end in one of its entries (`q_proj`,
     `self_attn.o_proj`)."""
 
+    rank_pattern: Annotated[dict[str, Annotated[int, Field(ge=1)]], AfterValidator(_Pattern)] = (
+        Field(default_factory=_Pattern, examples=[{"q_proj": 8}])
+    )
+    """Ranks of layers that have another one, by ends of their names. The first that fits counts."""
+
+    alpha_pattern: Annotated[dict[str, Annotated[float, Field(gt=0)]], AfterValidator(_Pattern)] = (
+        Field(default_factory=_Pattern, examples=[{"q_proj": 16.0}])
+    )
+    """The same for `alpha`."""
+
+    modules_to_save: Annotated[
+        tuple[Name, ...], Field(examples=[["embed_tokens"]]), BeforeValidator(as_tuple)
+    ] = ()
+    """For the hf engine. Modules of the components whose mode is `lora` that are trained in full,
+    by ends of their names. Their weights are saved beside the adapters."""
+
     dora: bool = False
     """Split weights into magnitude and direction, and train both (DoRA, 2402.09353)."""
 
@@ -90,6 +122,23 @@ class LoraSection(Section):
     quantize: Literal["none", "nf4"] = "none"
     """`nf4` keeps the frozen weights of adapted layers in 4 bits (QLoRA, 2305.14314). It needs CUDA
     and the package bitsandbytes."""
+
+    def rank_of(self, layer: str) -> int:
+        """The rank of a layer's adapter, by the layer's name."""
+        return _of_layer(self.rank_pattern, layer, self.rank)
+
+    def alpha_of(self, layer: str) -> float:
+        """The alpha of a layer's adapter."""
+        return _of_layer(self.alpha_pattern, layer, self.alpha)
+
+    def scaling_of(self, layer: str) -> float:
+        """The factor of B A (2312.03732 for the root)."""
+        rank = self.rank_of(layer)
+        return self.alpha_of(layer) / (math.sqrt(rank) if self.rslora else rank)
+
+    def saves(self, parameter: str) -> bool:
+        """Whether a parameter lies in one of `modules_to_save`."""
+        return any(f".{module}." in f".{parameter}" for module in self.modules_to_save)
 
 
 class TrainableSection(Section):

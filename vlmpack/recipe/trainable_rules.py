@@ -106,6 +106,9 @@ def adapters_fit_megatron(model: ModelSection, trainable: TrainableSection) -> l
     if _uses_four_bits(trainable):
         message = f"{lora.quantize!r} needs model.backend: hf; use none"
         problems.append(Problem(("trainable", "lora", "quantize"), message))
+    if lora.modules_to_save:
+        message = f"{list(lora.modules_to_save)} needs model.backend: hf; leave it out"
+        problems.append(Problem(("trainable", "lora", "modules_to_save"), message))
     if model.attention == "transformer_engine":
         message = (
             "'transformer_engine' has norms inside of its linear layers, where adapters do not see "

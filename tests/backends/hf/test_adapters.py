@@ -23,7 +23,6 @@ from vlmpack.backends.hf.adapters import (
     adapter_targets,
     merged_weight,
     modules_in_full,
-    scaling_of,
 )
 from vlmpack.backends.skeleton import model_skeleton
 from vlmpack.errors import CapabilityError, TrainabilityError
@@ -67,7 +66,7 @@ def test_the_merged_weight_is_that_of_peft(dora, rslora):
     settings = LoraSection(rank=3, alpha=5.0, rslora=rslora, dora=dora)
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     before = layer.base_layer.weight.detach().clone()
-    ours = merged_weight(before, a, b, scaling_of(settings), magnitude)
+    ours = merged_weight(before, a, b, settings.scaling_of("0"), magnitude)
     layer.merge()
     theirs = layer.base_layer.weight
     ours, theirs = ours.detach(), theirs.detach()
@@ -97,6 +96,10 @@ def test_targets_are_the_linear_layers_of_the_components(tiny_folder, encoder):
 @pytest.mark.parametrize(
     ("modes", "message"),
     [
+        (
+            {"vision": "frozen", "language": "lora", "modules_to_save": ("norm1",)},
+            "modules_to_save: no weight of a component with mode lora lies in a 'norm1'",
+        ),
         ({"language": "lora", "targets": ("q_poj",)}, r"ends in 'q_poj'; there are .*q_proj"),
         ({"language": "lora", "targets": ("lm_head",)}, r"ends in 'lm_head'; there are"),
         ({"language": "lora", "targets": ("proj",)}, "ends in 'proj'"),
@@ -194,6 +197,18 @@ EXPORTED = [
     pytest.param({"projector": "lora"}, id="projector alone", marks=pytest.mark.soak),
     pytest.param(
         {"language": "lora", "targets": ("q_proj", "o_proj")}, id="targets", marks=pytest.mark.soak
+    ),
+    pytest.param(
+        {
+            "vision": "frozen",
+            "projector": "frozen",
+            "language": "lora",
+            "rslora": True,
+            "rank_pattern": {"layers.1.self_attn.v_proj": 6, "v_proj": 2},
+            "alpha_pattern": {"self_attn.o_proj": 3.0},
+            "modules_to_save": ("embed_tokens", "lm_head", "input_layernorm"),
+        },
+        id="patterns and modules in full",
     ),
 ]
 

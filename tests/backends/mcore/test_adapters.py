@@ -75,6 +75,11 @@ POLICIES = {
     "dora": policy("frozen", "frozen", "lora", dora=True, rslora=True),
     "tower": policy("lora", "lora", "lora", dora=True),
     "tower, rslora": policy("lora", "lora", "lora", dora=True, rslora=True),
+    "patterns": policy(
+        *("frozen", "frozen", "lora"),
+        rank_pattern={"o_proj": 2, "layers.1.mlp.gate_proj": 3, "layers.1.mlp.up_proj": 3},
+        alpha_pattern={"layers.0.mlp.down_proj": 20.0},
+    ),
     "some": policy("frozen", "frozen", "lora", targets=("k_proj", "up_proj", "o_proj")),
 }
 """In `some` a fused layer has adapters beside a part of it. Tiny Nemotrons begin near even odds,
@@ -102,6 +107,7 @@ CASES = {
     "one, dora": Case(LAYOUTS["one"], "dora"),
     "one, tower": Case(LAYOUTS["one"], "tower"),
     "one, some": Case(LAYOUTS["one"], "some"),
+    "one, patterns": Case(LAYOUTS["one"], "patterns"),
     "tp2": Case(LAYOUTS["tp2"]),
     "tp2-sp": Case(LAYOUTS["tp2-sp"]),
     "cp2": Case(LAYOUTS["cp2"]),
@@ -114,6 +120,7 @@ CASES = {
     "tp2-sp, dora": Case(LAYOUTS["tp2-sp"], "dora"),
     "tp2-sp, tower": Case(LAYOUTS["tp2-sp"], "tower"),
     "tp2, some": Case(LAYOUTS["tp2"], "some"),
+    "tp2, patterns": Case(LAYOUTS["tp2"], "patterns"),
     "tp2-sp, hybrid": Case(FAMILY_LAYOUTS["tp2"], "dora", family=HYBRID),
     "cp2, hybrid": Case(FAMILY_LAYOUTS["cp2"], family=HYBRID),
     "tp2-ep2, mamba": Case(FAMILY_LAYOUTS["tp2-ep2"], "dora", family=MAMBA),
@@ -535,6 +542,7 @@ def test_the_plan_counts_what_the_fullest_rank_trains(folder, found, job):
         ({"dropout": 0.1}, "trainable.lora.dropout is 0.1"),
         ({"quantize": "nf4"}, "trainable.lora.quantize is nf4"),
         ({"targets": ("q_poj",)}, "ends in 'q_poj'"),
+        ({"rank_pattern": {"q_proj": 2}}, "one rank and scale; found ranks q_proj 2, k_proj 4, v"),
     ],
 )
 def test_what_is_not_there_is_named(settings, message):

@@ -9,7 +9,6 @@ whether it is trained. The model keeps its class and its attribute paths. An ada
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -90,17 +89,27 @@ def add_adapters(
 
 
 def inject_adapters(
-    model: nn.Module, targets: Sequence[str], lora: LoraSection, *, empty: bool = False
+    model: nn.Module,
+    targets: Sequence[str],
+    lora: LoraSection,
+    *,
+    prefix: str = "",
+    empty: bool = False,
 ) -> None:
     """Add peft's layers to linear layers of a model.
 
     Args:
+        prefix: what stands before the targets in the names of the whole model's layers.
         empty: without values, on the meta device; else with what torch's generator draws.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
+    ranks = {name: lora.rank_of(prefix + name) for name in targets}
+    scales = {name: lora.alpha_of(prefix + name) for name in targets}
     config = LoraConfig(
         r=lora.rank,
+        rank_pattern={name: rank for name, rank in ranks.items() if rank != lora.rank},
+        alpha_pattern={name: alpha for name, alpha in scales.items() if alpha != lora.alpha},
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft only divides it
         lora_dropout=lora.dropout,
         target_modules=list(targets),
@@ -180,7 +189,31 @@ def adapter_targets(model: Any, paths: ModulePaths, policy: TrainingPolicy) -> l
                 f"{'is there' if ends is None else 'is among trainable.lora.targets'}; "
                 f"use full or frozen for it"
             )
+    _check_in_full(model, paths, policy)
     return chosen
+
+
+def _check_in_full(model: Any, paths: ModulePaths, policy: TrainingPolicy) -> None:
+    """Raise CapabilityError where `modules_to_save` names nothing, or one of two tied weights."""
+    lora, where = policy.lora, "trainable.lora.modules_to_save"
+    assert lora is not None
+    saved = {
+        name
+        for name, _ in model.named_parameters(remove_duplicate=False)
+        if lora.saves(name) and policy.trains_parameter(name, paths)
+    }
+    for module in lora.modules_to_save:
+        if not any(f".{module}." in f".{name}" for name in saved):
+            raise CapabilityError(
+                f"{where}: no weight of a component with mode lora lies in a {module!r}; expected "
+                "the end of a module's name, such as embed_tokens"
+            )
+    for one, other in model.all_tied_weights_keys.items():
+        if len({one, other} & saved) == 1:
+            raise CapabilityError(
+                f"{where}: the model ties {one} to {other}, and {', '.join(lora.modules_to_save)} "
+                "holds one of them alone; name the modules of both"
+            )
 
 
 def adapter_shapes(
@@ -189,20 +222,15 @@ def adapter_shapes(
     """Names and shapes of the parameters that adapters add to a model."""
     for target in targets:
         linear: Any = model.get_submodule(target)
-        rows, columns = linear.weight.shape
-        yield f"{target}.lora_A.{ADAPTER}.weight", (lora.rank, columns)
-        yield f"{target}.lora_B.{ADAPTER}.weight", (rows, lora.rank)
+        (rows, columns), rank = linear.weight.shape, lora.rank_of(target)
+        yield f"{target}.lora_A.{ADAPTER}.weight", (rank, columns)
+        yield f"{target}.lora_B.{ADAPTER}.weight", (rows, rank)
         if lora.dora:
             yield f"{target}.lora_magnitude_vector.{ADAPTER}.weight", (rows,)
 
 
 def _ends_in(name: str, targets: Iterable[str]) -> bool:
     return any(name == target or name.endswith("." + target) for target in targets)
-
-
-def scaling_of(lora: LoraSection) -> float:
-    """The factor of B A (2312.03732 for the root)."""
-    return lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
 
 
 def merged_weight(
@@ -229,7 +257,7 @@ def merged_layer(
     """The weight of a layer by its name, with the adapter that `part` has by its names inside."""
     a, b = (part(f"{layer}.lora_{kind}.{ADAPTER}.weight") for kind in "AB")
     magnitude = part(f"{layer}.lora_magnitude_vector.{ADAPTER}.weight") if lora.dora else None
-    return merged_weight(weight, a, b, scaling_of(lora), magnitude)
+    return merged_weight(weight, a, b, lora.scaling_of(layer), magnitude)
 
 
 def merged_state(state: Mapping[str, Tensor], lora: LoraSection | None) -> dict[str, Tensor]:

@@ -35,11 +35,9 @@ from torch import Tensor, nn
 
 from vlmpack.backends.adapter_folder import ADAPTER
 from vlmpack.backends.boxes import TensorSlice
-from vlmpack.backends.hf.adapters import (
-    inject_adapters,
-    scaling_of,
-)
+from vlmpack.backends.hf.adapters import inject_adapters
 from vlmpack.backends.mcore.weights.base import Piece, split, stack_pieces
+from vlmpack.errors import CapabilityError
 from vlmpack.recipe.trainable import LoraSection
 
 PiecesOf = Callable[[str, int], list[Piece]]
@@ -132,17 +130,17 @@ class LinearAdapter(nn.Module):
         group: dist.ProcessGroup,
     ) -> None:
         super().__init__()
-        self.parts, self.turns, self.rank = list(parts), turns, lora.rank
-        self.scaling, self.group = scaling_of(lora), group
+        self.parts, self.turns, self.group = list(parts), turns, group
         self.by_row = isinstance(linear, RowParallelLinear)
         self.sequence = linear.config.sequence_parallel
         self.adapted = [part for part in parts if part.adapted]
         self.rows = [part.rows for part in self.adapted]
+        self.rank, self.scaling = _shared_shape([part.name for part in self.adapted], lora)
         rows, columns = sum(self.rows), self.adapted[0].columns
         make = torch.empty
         like = {"device": linear.weight.device, "dtype": linear.weight.dtype}
-        self.a = nn.Parameter(make(len(self.adapted) * lora.rank, columns, **like))
-        self.b = nn.Parameter(make(rows, lora.rank, **like))
+        self.a = nn.Parameter(make(len(self.adapted) * self.rank, columns, **like))
+        self.b = nn.Parameter(make(rows, self.rank, **like))
         # In bfloat16 a magnitude over its initial norm would not be 1.
         self.magnitude = (
             nn.Parameter(make(rows, device=linear.weight.device)) if lora.dora else None
@@ -257,6 +255,18 @@ class LinearAdapter(nn.Module):
         return total.sqrt()
 
 
+def _shared_shape(layers: Sequence[str], lora: LoraSection) -> tuple[int, float]:
+    """Rank and scale of the adapters of layers that are one of Megatron's."""
+    found = {(lora.rank_of(layer), lora.scaling_of(layer)) for layer in layers}
+    if len(found) > 1:
+        each = ", ".join(f"{name.rpartition('.')[2]} {lora.rank_of(name)}" for name in layers)
+        raise CapabilityError(
+            f"trainable.lora: Megatron has {layers[0]} and {len(layers) - 1} more in one layer, "
+            f"whose adapters have one rank and scale; found ranks {each}. Use model.backend: hf"
+        )
+    return found.pop()
+
+
 def add_to_language(
     gpt: nn.Module, pieces_of: PiecesOf, targets: Collection[str], lora: LoraSection, group: Any
 ) -> None:
@@ -285,7 +295,7 @@ def add_to_tower(
     mine = [name for name in own if name in inside]
     if not mine:
         return
-    inject_adapters(tower, mine, lora)
+    inject_adapters(tower, mine, lora, prefix=prefix)
     for name, parameter in tower.named_parameters():
         if name.partition(".lora_")[2].startswith(MAGNITUDE):
             parameter.data = parameter.data.float()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vlmpack.backends.adapter_folder import ADAPTER
-from vlmpack.backends.hf.adapters import BASE, scaling_of
+from vlmpack.backends.hf.adapters import BASE
 from vlmpack.backends.policy import component_of, is_adapter
 from vlmpack.families.base import ModulePaths
 from vlmpack.proof.measure import (
@@ -223,7 +223,7 @@ def expected_gradients(
         if name.endswith(WEIGHT_A):
             expected = 0.0 * value.double()
         elif name.endswith(WEIGHT_B):
-            expected = scaling_of(lora) * (whole @ weights[layer + WEIGHT_A].double().T)
+            expected = lora.scaling_of(layer) * (whole @ weights[layer + WEIGHT_A].double().T)
         else:
             assert name.endswith(MAGNITUDE)
             base = weights[f"{layer}{BASE}weight"].double()
