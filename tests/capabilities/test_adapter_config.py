@@ -30,8 +30,6 @@ def test_settings_are_those_of_a_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "what"),
     [
-        ({"alpha_pattern": {"q_proj": 3}}, "scales that differ by layer"),
-        ({"rank_pattern": {"q_proj": 3}}, "ranks that differ by layer"),
         ({"lora_bias": True}, "biases beside B"),
         ({"trainable_token_indices": [3]}, "rows of embeddings"),
         ({"target_parameters": ["experts.down_proj"]}, "adapters of parameters"),
@@ -61,6 +59,13 @@ def test_what_cannot_be_merged_is_no_advice_to_merge(
     settings |= {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
     found = written(tmp_path / "adapter", **settings)
     assert str(found.refusal).startswith(said)
+
+
+def test_the_first_pattern_that_a_name_ends_in_is_its_alpha(tmp_path: Path) -> None:
+    pattern = {r"layers\.[01]\.self_attn\.q_proj": 3, "q_proj": 5}
+    found = written(tmp_path, r=8, lora_alpha=4, target_modules=["q_proj"], alpha_pattern=pattern)
+    names = ("model.layers.1.self_attn.q_proj", "model.layers.2.self_attn.q_proj", "sq_proj")
+    assert [found.alpha_of(name) for name in names] == [3, 5, 4]
 
 
 def test_a_start_that_changed_the_base_is_refused(tmp_path: Path) -> None:

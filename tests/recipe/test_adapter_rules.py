@@ -13,6 +13,7 @@ from vlmpack.errors import RecipeError
 from vlmpack.recipe import load_recipe
 from vlmpack.recipe.identity import identity, identity_differences
 
+DEFAULTS = {"rank": 16, "alpha": 32.0, "dora": False, "rslora": False}
 OURS = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "bias": "none"}
 
 
@@ -47,7 +48,7 @@ def test_adapters_that_the_recipe_describes_have_no_problem(tmp_path: Path) -> N
         ({"use_rslora": True}, "trainable.lora.rslora: False, but model.adapter {at} has True"),
         ({"peft_type": "IA3"}, "model.adapter: {at}: its peft_type is 'IA3'; expected LORA"),
         ({"bias": "all"}, "{at}: it has trained biases (bias: 'all'); expected none"),
-        ({"rank_pattern": {"q": 4}}, "model.adapter: {at}: it has ranks that differ by layer"),
+        ({"lora_bias": True}, "model.adapter: {at}: it has biases beside B"),
         ({"alora_invocation_tokens": [3]}, "no weight can hold its adapters: some tokens switch"),
         ({"lora_alpha": float("nan")}, "its lora_alpha is nan; expected a finite number"),
         ({"init_lora_weights": "pissa_niter_4"}, "its adapters started as 'pissa_niter_4', which"),
@@ -56,7 +57,36 @@ def test_adapters_that_the_recipe_describes_have_no_problem(tmp_path: Path) -> N
 def test_what_differs_is_told_with_the_knob(
     tmp_path: Path, said: dict[str, Any], message: str
 ) -> None:
-    assert message.format(at=tmp_path / "adapter") in problems(tmp_path, said)
+    found = problems(tmp_path, said, trainable__lora=DEFAULTS)
+    assert message.format(at=tmp_path / "adapter") in found
+
+
+def test_what_the_recipe_leaves_out_is_the_folders(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({**OURS, "r": 8, "lora_alpha": 4.5, "use_dora": True})
+    )
+    settings = changed(MINIMAL, model__adapter=str(tmp_path), trainable__language="lora")
+    lora = load_recipe(settings).trainable.lora
+    assert (lora.rank, lora.alpha, lora.dora, lora.targets) == (8, 4.5, True, "adapter")
+    lora = load_recipe(settings, ["trainable.lora.targets=[q_proj]"]).trainable.lora
+    assert (lora.rank, lora.alpha, lora.targets) == (8, 4.5, ("q_proj",))
+    again = load_recipe(load_recipe(settings), ["training.seed=3"])
+    assert again.trainable.lora.rank == 8
+    with pytest.raises(RecipeError, match=r"lora\.targets: 'adapter' is the layers of model\.adap"):
+        load_recipe(changed(settings, model__adapter=None, trainable__lora={"targets": "adapter"}))
+
+
+def test_adapters_whose_start_is_subtracted_have_twice_the_rank(tmp_path: Path) -> None:
+    said = {**OURS, "init_lora_weights": "pissa"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(said))
+    (tmp_path / "pissa_init").mkdir()
+    (tmp_path / "pissa_init/adapter_config.json").write_text(json.dumps(OURS))
+    settings = changed(MINIMAL, model__adapter=str(tmp_path), trainable__language="lora")
+    lora = load_recipe(settings).trainable.lora
+    assert (lora.rank, lora.alpha) == (32, 64)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**said, "use_rslora": True}))
+    lora = load_recipe(settings).trainable.lora
+    assert (lora.rank, lora.scaling_of("q_proj")) == (32, pytest.approx(32 / 16**0.5))
 
 
 def test_adapters_without_a_component_or_with_a_reference_without_them(tmp_path: Path) -> None:
@@ -86,7 +116,9 @@ def test_a_folder_that_cannot_be_read_is_left_to_the_launch(tmp_path: Path) -> N
 def test_a_relative_folder_starts_where_the_recipe_is_checked(tmp_path: Path) -> None:
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({**OURS, "r": 8}))
-    settings = changed(MINIMAL, model__adapter="adapter", trainable__language="lora")
+    settings = changed(
+        MINIMAL, model__adapter="adapter", trainable__language="lora", trainable__lora=DEFAULTS
+    )
     with pytest.raises(RecipeError, match="has 8"):
         load_recipe(settings, base_dir=tmp_path)
 

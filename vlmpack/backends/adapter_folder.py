@@ -1,20 +1,30 @@
-"""Adapters in peft's format, read box by box as a checkpoint is.
+"""Adapters in peft's format: what training goes on with, and what is merged.
 
-Each process reads only what it holds, whatever engine and layout a run has. Components that were
-trained in full are read too (peft's `modules_to_save`). A pickle is never read.
+They are read box by box as a checkpoint is. Each process reads only what it holds, whatever engine
+and layout a run has. Modules that were trained in full are read too (peft's `modules_to_save`). A
+pickle is never read.
+
+Layers may have the names of a model's older classes. They are renamed as the weights of a model
+folder are.
+
+PiSSA (2404.02948) and OLoRA (2406.01775) train beside W - s B0 A0. What they learn beside W is
+s (B A - B0 A0), adapters of twice the rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vlmpack.backends.boxes import Kind, TensorSlice
 from vlmpack.backends.policy import TrainingPolicy, component_of, is_adapter
+from vlmpack.capabilities.adapter_config import AdapterConfig
 from vlmpack.errors import ModelError, as_model_error
 from vlmpack.families.base import ModulePaths
 from vlmpack.model_folder.safetensors_read import DTYPES, StoredTensor, read_into, tensors_of
@@ -53,18 +63,47 @@ class AdapterFolder:
 
     Args:
         tensors: by the names of their parameters, those of peft's layers included.
+        layers: adapted layers by their names, each with its name in the file.
+        start: of PiSSA and OLoRA, as `tensors`; empty where nothing is subtracted.
     """
 
-    folder: Path
+    config: AdapterConfig
     tensors: Mapping[str, StoredTensor]
+    layers: Mapping[str, str]
+    start: Mapping[str, StoredTensor]
 
     @classmethod
-    def open(cls, folder: Path) -> AdapterFolder:
-        """Read the header of a folder's file.
+    def open(cls, folder: Path, model: Any) -> AdapterFolder:
+        """Read the config, and the header of the tensors' file.
+
+        Args:
+            model: transformers', of which names and the folder are read.
 
         Raises:
-            ModelError: it is missing or damaged, or a tensor has a dtype that is not read.
+            ModelError: one is missing or damaged, these are no adapters that can be gone on with
+                or merged, or a tensor has a dtype that is not read.
         """
+        config = AdapterConfig.read(folder)
+        if config.refusal is not None:
+            raise ModelError(f"{folder}: {config.refusal}")
+        _check_base(config, Path(model.config.name_or_path))
+        newer = _newer_names(model)
+        tensors = cls._stored(folder, newer)
+        layers = {
+            _layer(name): _layer(tensor.name.removeprefix(PREFIX))
+            for name, tensor in tensors.items()
+            if ".lora_" in name
+        }
+        start = {} if config.start is None else cls._stored(config.start, newer)
+        shapes = ({n: each[n].shape for n in each if ".lora_" in n} for each in (start, tensors))
+        if start and next(shapes) != next(shapes):
+            raise ModelError(
+                f"{config.start} has other adapters than {folder}; expected these as they started"
+            )
+        return cls(config, tensors, layers, start)
+
+    @staticmethod
+    def _stored(folder: Path, newer: Callable[[str], str]) -> dict[str, StoredTensor]:
         try:
             stored = tensors_of(weights_file(folder))
         except ValueError as error:
@@ -75,7 +114,67 @@ class AdapterFolder:
                     f"{tensor.file} has {tensor.name} as {tensor.dtype}; expected one of "
                     f"{', '.join(DTYPES)}"
                 )
-        return cls(folder, {_parameter(tensor.name): tensor for tensor in stored})
+        tensors = {_parameter(tensor.name, newer): tensor for tensor in stored}
+        if len(tensors) < len(stored):
+            ((name, _),) = Counter(_parameter(each.name, newer) for each in stored).most_common(1)
+            raise ModelError(
+                f"{folder}: its adapters do not fit the model: {WEIGHTS} has "
+                f"{counted(len(stored), 'tensor')} for {len(tensors)} of the model's; expected one "
+                f"for each ({name})"
+            )
+        return tensors
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+        return self.config.folder
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a parameter as it is read."""
+        shape, dim = self.tensors[name].shape, _rank_dim(name)
+        if not self.start or dim is None:
+            return shape
+        return tuple(2 * size if at == dim % len(shape) else size for at, size in enumerate(shape))
+
+    def rank(self, layer: str) -> int:
+        """The rank of a layer's adapter."""
+        ends = (f".lora_A.{ADAPTER}.weight", ".lora_embedding_A")
+        return next(self.shape(layer + end)[0] for end in ends if layer + end in self.tensors)
+
+    def alpha(self, layer: str) -> float:
+        """The alpha of a layer's adapter; its config's, by the layer's name in the file."""
+        return self.config.alpha_of(self.layers[layer])
+
+    @property
+    def in_full(self) -> list[str]:
+        """Modules that were trained in full, by the names of those that hold the parameters."""
+        full = (name.rpartition(".")[0] for name in self.tensors if ".lora_" not in name)
+        return list(dict.fromkeys(full))
+
+    def peft_tensors(self, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What peft takes for the content of the file, of which all is loaded."""
+        tensors = {}
+        for name, stored in self.tensors.items():
+            _, mark, rest = stored.name.partition(".lora_")
+            today = PREFIX + _layer(name) if mark else PREFIX + name
+            value = loaded[stored.name]
+            tensors[today + mark + rest] = self.whole(name) if self.start else value
+        return tensors
+
+    def peft_settings(self) -> Mapping[str, Any]:
+        """The config, with each layer by its name where it has another one or rank in the file."""
+        values = dict(self.config.values)
+        if not self.start and all(one == other for one, other in self.layers.items()):
+            return values
+        return {
+            **values,
+            "init_lora_weights": True,
+            "target_modules": list(self.layers),
+            "modules_to_save": self.in_full or None,
+            "rank_pattern": {layer: self.rank(layer) for layer in self.layers},
+            "alpha_pattern": {layer: self.alpha(layer) for layer in self.layers},
+            **dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern")),
+        }
 
     def check(
         self,
@@ -94,6 +193,7 @@ class AdapterFolder:
             ModelError: they do not fit. The message says what differs and what to set.
         """
         own = {name for name in self.tensors if tied.get(name) not in shapes}
+        self._check_ties(shapes, tied)
         missing = sorted(name for name in shapes if is_adapter(name) and name not in own)
         unexpected = sorted(own - shapes.keys())
         if full := [name for name in unexpected if not is_adapter(name)]:
@@ -116,11 +216,29 @@ class AdapterFolder:
                 f"{', '.join(found) or 'nothing'} (trainable.lora.targets)"
             )
         for name in own:
-            if self.tensors[name].shape != shapes[name]:
+            if self.shape(name) != shapes[name]:
                 raise ModelError(
-                    f"{self.folder} has {name} with shape {self.tensors[name].shape}, the model "
-                    f"that the recipe names {shapes[name]}; expected adapters of that model and "
-                    "rank"
+                    f"{self.folder} has {name} with shape {self.shape(name)}, the model that the "
+                    f"recipe names {shapes[name]}; expected adapters of that model and rank"
+                )
+        for layer in self.layers:
+            alpha, said = self.alpha(layer), policy.trainable.lora.alpha_of(layer)
+            if alpha != said:
+                raise ModelError(
+                    f"{self.folder} has alpha {alpha} at {layer}, and trainable.lora says {said}; "
+                    "use that of the folder in trainable.lora.alpha_pattern"
+                )
+
+    def _check_ties(self, shapes: Mapping[str, object], tied: Mapping[str, str]) -> None:
+        """Weights that the model ties and a run trains are the same in the folder."""
+        if self.config.values.get("ensure_weight_tying"):
+            return
+        for one, other in tied.items():
+            held = [self.tensors[name] for name in (one, other) if name in self.tensors]
+            if other in shapes and held and not (len(held) == 2 and _same(*held)):
+                raise ModelError(
+                    f"{self.folder} holds {other} as it is no longer tied to {one}, and the model "
+                    "ties them. Merge the adapters first: vlmpack merge"
                 )
 
     def read(self, kind: Kind, box: TensorSlice) -> Tensor | None:
@@ -133,19 +251,80 @@ class AdapterFolder:
         stored = self.tensors.get(box.name)
         if kind != "model" or stored is None:
             return None
-        value = torch.empty(box.lengths, dtype=DTYPES[stored.dtype])
-        with as_model_error(f"{stored.file} cannot be read", OSError, ValueError):
-            read_into(value, stored, box.index)
-        return value
+        if self.start and _rank_dim(box.name) is not None:
+            return self.whole(box.name)[box.index]
+        return _read(stored, box.index)
+
+    def whole(self, name: str) -> Tensor:
+        """A parameter; raises ModelError as `read`."""
+        value, dim = _whole(self.tensors[name]), _rank_dim(name)
+        if not self.start or dim is None:
+            return value
+        started = _whole(self.start[name]).float()
+        return torch.cat([value.float(), -started if ".lora_B." in name else started], dim)
 
 
-def _parameter(name: str) -> str:
+def _check_base(config: AdapterConfig, base: Path) -> None:
+    """Raise ModelError if adapters that changed their model are beside another one."""
+    inside = base.resolve().is_relative_to(config.folder.resolve())
+    kind, residual = config.values.get("init_lora_weights"), config.residual
+    if config.start is not None and inside:
+        raise ModelError(
+            f"{config.folder}: its adapters started as {kind!r}, and what they learnt fits the "
+            f"model from before; found the one that it left, {base}"
+        )
+    if config.start is None and residual is not None and not inside:
+        raise ModelError(
+            f"{config.folder}: its adapters started as {kind!r} and fit the model that this left, "
+            f"{residual}; found {base}. Take that one as the model"
+        )
+
+
+def _newer_names(model: Any) -> Callable[[str], str]:
+    """What renames a module or parameter of a model's older classes to the model's own."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    known = {name for name, _ in model.named_modules()}
+    known |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    mapping = get_model_conversion_mapping(model)
+    older = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+
+    def newer(name: str) -> str:
+        renamed: str = name if name in known else rename_source_key(name, older, [])[0]
+        return renamed if renamed in known else name
+
+    return newer
+
+
+def _parameter(name: str, newer: Callable[[str], str]) -> str:
     """The parameter that a tensor of the file is."""
-    name = name.removeprefix(PREFIX)
+    layer, mark, rest = name.removeprefix(PREFIX).partition(".lora_")
+    name = newer(layer) + mark + rest
     for end, parameter in _ENDS.items():
         if name.endswith(end):
             return name.removesuffix(end) + parameter
     return name
+
+
+def _rank_dim(name: str) -> int | None:
+    """The dimension of an adapter's matrix that is its rank."""
+    return 0 if ".lora_A." in name else -1 if ".lora_B." in name else None
+
+
+def _read(stored: StoredTensor, index: tuple[slice, ...]) -> Tensor:
+    value = torch.empty([part.stop - part.start for part in index], dtype=DTYPES[stored.dtype])
+    with as_model_error(f"{stored.file} cannot be read", OSError, ValueError):
+        read_into(value, stored, index)
+    return value
+
+
+def _whole(stored: StoredTensor) -> Tensor:
+    return _read(stored, tuple(slice(0, size) for size in stored.shape))
+
+
+def _same(one: StoredTensor, other: StoredTensor) -> bool:
+    return torch.equal(_whole(one), _whole(other))
 
 
 def _layer(name: str) -> str:

@@ -7,7 +7,7 @@ continues from are checked before data are read, and loaded into the engine late
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,17 @@ import torch
 from vlmpack.attention import AttentionChoice, choose_attention, segment_attention
 from vlmpack.backends.adapter_folder import AdapterFolder
 from vlmpack.backends.engine import Compute, Engine
-from vlmpack.backends.policy import ComponentCount, TrainingPolicy
-from vlmpack.backends.skeleton import model_skeleton
-from vlmpack.capabilities.adapter_config import AdapterConfig
+from vlmpack.backends.policy import ComponentCount, TrainingPolicy, component_of
+from vlmpack.backends.skeleton import folder_skeleton, model_skeleton
 from vlmpack.capabilities.served import SERVED
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
-from vlmpack.recipe import Recipe
+from vlmpack.families.registry import family_of
+from vlmpack.model_folder.weights import first
+from vlmpack.recipe import Recipe, load_recipe
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
+from vlmpack.recipe.trainable import LoraSection
 
 COLUMNS = ("component", "mode", "parameters", "trained", "share", "peak lr", "weight decay")
 
@@ -50,6 +52,8 @@ class EngineSpec:
 
 
 def engine_spec(recipe: Recipe, encoder: Encoder, ranks: Ranks) -> EngineSpec:
+    """Raises as `with_adapter_layers`."""
+    recipe = with_adapter_layers(recipe)
     return EngineSpec(
         model=recipe.model,
         parallelism=recipe.parallelism,
@@ -62,6 +66,66 @@ def engine_spec(recipe: Recipe, encoder: Encoder, ranks: Ranks) -> EngineSpec:
 
 def policy_of(recipe: Recipe) -> TrainingPolicy:
     return TrainingPolicy(trainable=recipe.trainable, optim=recipe.optim, seed=recipe.training.seed)
+
+
+def with_adapter_layers(recipe: Recipe) -> Recipe:
+    """The recipe with the layers that `model.adapter` has in place of `targets: adapter`.
+
+    Ranks and scales that differ there by layer are written down too, and modules in full.
+
+    Raises:
+        ModelError: the folder cannot be read, or has adapters where this recipe can have none.
+    """
+    from vlmpack.backends.hf.adapters import adapter_targets
+
+    lora, folder = recipe.trainable.lora, recipe.model.adapter
+    if folder is None or lora.targets != "adapter" or not recipe.trainable.uses("lora"):
+        return recipe
+    model = folder_skeleton(Path(recipe.model.path))
+    paths = family_of(Path(recipe.model.path)).modules
+    every = recipe.trainable.model_copy(update={"lora": LoraSection()})
+    policy = TrainingPolicy(trainable=every, optim=recipe.optim)
+    linear = adapter_targets(model, paths, policy)
+    try:
+        stored = AdapterFolder.open(Path(folder), model)
+    except ModelError as error:
+        raise ModelError(f"model.adapter: {error}") from error
+    if others := sorted(stored.layers.keys() - set(linear)):
+        component = component_of(others[0], paths)
+        raise ModelError(
+            f"model.adapter: {folder} has adapters of {first(others)}, which is no linear layer of "
+            f"a component with mode lora that gets one (trainable.{component} is "
+            f"{policy.mode(component)}). Use lora there, or merge them first: vlmpack merge"
+        )
+    tied = model.all_tied_weights_keys
+    in_full = {name for name in stored.tensors if ".lora_" not in name}
+    in_full |= {one for one, other in tied.items() if other in in_full}
+    modules = {name.rpartition(".")[0] for name in in_full}
+    rest = [name for name in linear if name not in stored.layers]
+    changes = {
+        "targets": _ends(stored.layers, rest) if rest else "all-linear",
+        "rank_pattern": {
+            name: rank for name in stored.layers if (rank := stored.rank(name)) != lora.rank
+        },
+        "alpha_pattern": {
+            name: alpha for name in stored.layers if (alpha := stored.alpha(name)) != lora.alpha
+        },
+        "modules_to_save": sorted(
+            name for name in modules if policy.mode(component_of(name, paths)) == "lora"
+        ),
+    }
+    return load_recipe(recipe, {f"trainable.lora.{key}": value for key, value in changes.items()})
+
+
+def _ends(names: Iterable[str], others: Iterable[str]) -> list[str]:
+    """The shortest ends that some names have and others have not."""
+    ends: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        tails = (".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1))
+        taken = (end for end in tails if not any(f".{each}".endswith(f".{end}") for each in others))
+        ends[next(taken)] = None
+    return sorted(ends)
 
 
 def check_model(folder: Path, ranks: Ranks) -> str:
@@ -210,8 +274,7 @@ def open_adapter(folder: Path, policy: TrainingPolicy, encoder: Encoder) -> Adap
         name: shape for name, shape in shapes.items() if policy.trains_parameter(name, paths)
     }
     try:
-        AdapterConfig.read(folder)
-        stored = AdapterFolder.open(folder)
+        stored = AdapterFolder.open(folder, model)
         stored.check(trained, policy, paths, model.all_tied_weights_keys)
     except ModelError as error:
         raise ModelError(f"model.adapter: {error}") from error

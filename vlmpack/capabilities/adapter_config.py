@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,9 @@ NAME = "adapter_config.json"
 
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations, peft's `init_lora_weights`, whose adapters do not fit the folder's weights."""
+
+_SUBTRACTED = ("pissa", "olora")
+"""Those of them that took s B A, as it started, out of the weights."""
 
 _IN_NO_WEIGHT = {
     "alora_invocation_tokens": "some tokens switch them on (aLoRA)",
@@ -27,8 +31,6 @@ _MAX_SCALE = 3.4e38
 """About the largest number of float32."""
 
 _UNKNOWN_HERE = {
-    "rank_pattern": "ranks that differ by layer",
-    "alpha_pattern": "scales that differ by layer",
     "lora_bias": "biases beside B, which a layer without a bias cannot take",
     "fan_in_fan_out": "weights that lie the other way round",
     "target_parameters": "adapters of parameters, which are no linear layers",
@@ -74,7 +76,8 @@ class AdapterConfig:
         if values.get("peft_type") != "LORA":
             return f"its peft_type is {values.get('peft_type')!r}; expected LORA"
         init = values.get("init_lora_weights")
-        if isinstance(init, str) and init.lower().startswith(_CHANGE_THE_BASE):
+        changes = isinstance(init, str) and init.lower().startswith(_CHANGE_THE_BASE)
+        if changes and not (self.start or self.residual):
             return (
                 f"its adapters started as {init!r}, which changes the weights of the model. "
                 "Convert them with peft's path_initial_model_for_weight_conversion"
@@ -90,9 +93,45 @@ class AdapterConfig:
         return None
 
     @property
+    def start(self) -> Path | None:
+        """The folder inside with the adapters as they started, as LLaMA-Factory's `pissa_init`.
+
+        None where these did not start by PiSSA or OLoRA, or were saved without it.
+        """
+        return self._inside(f"*_init/{NAME}")
+
+    @property
+    def residual(self) -> Path | None:
+        """The folder inside with the model that PiSSA or OLoRA left; None as for `start`."""
+        return self._inside("*/config.json")
+
+    def _inside(self, pattern: str) -> Path | None:
+        init = str(self.values.get("init_lora_weights")).lower()
+        found = sorted(self.folder.glob(pattern)) if init.startswith(_SUBTRACTED) else []
+        return found[0].parent if len(found) == 1 else None
+
+    @property
     def unknown_here(self) -> str | None:
         """What of them a recipe has no words for; None where it has them all."""
         return next((what for key, what in _UNKNOWN_HERE.items() if self.values.get(key)), None)
+
+    def alpha_of(self, layer: str) -> float:
+        """The alpha of a layer's adapter; the first pattern that its name ends in decides."""
+        pattern, alpha = self.values.get("alpha_pattern"), self.values.get("lora_alpha", 8)
+        for end, one in pattern.items() if isinstance(pattern, Mapping) else ():
+            if re.match(rf"(.*\.)?({end})$", layer):
+                alpha = one
+                break
+        return float(str(alpha)) * self.growth("lora_alpha")
+
+    def growth(self, key: str) -> int | float:
+        """The factor of `r` or `lora_alpha` where the start of adapters is subtracted from them.
+
+        Ranks double, and scales stay.
+        """
+        if self.start is None:
+            return 1
+        return 2**0.5 if key == "lora_alpha" and self.values.get("use_rslora") else 2
 
     def _scales(self) -> Iterator[tuple[str, int | float]]:
         """What updates are multiplied by, each with its key."""
@@ -107,6 +146,7 @@ class AdapterConfig:
     def settings(self) -> Iterator[tuple[str, object]]:
         """The fields and values that `trainable.lora` of a recipe must have."""
         for field, key in (("rank", "r"), ("alpha", "lora_alpha")):
-            yield field, self.values.get(key)
+            value = self.values.get(key)
+            yield field, value * self.growth(key) if isinstance(value, int | float) else value
         for field, key in (("dora", "use_dora"), ("rslora", "use_rslora")):
             yield field, bool(self.values.get(key, False))

@@ -40,6 +40,7 @@ from vlmpack.recipe.rules import broken_rules
 from vlmpack.recipe.schema import Recipe
 from vlmpack.recipe.show import json_schema
 from vlmpack.recipe.sources import Section
+from vlmpack.recipe.trainable_rules import read_adapter_config
 from vlmpack.recipe.yaml_nodes import parse_yaml
 from vlmpack.whole_file import open_regular
 
@@ -169,6 +170,7 @@ def load_recipe(
             it. With None, `check_world` checks that later.
     """
     document = _with_sections(apply_overrides(_read(source), overrides))
+    _add_adapter_settings(document, base_dir)
     recipe, sections, problems = _typed(document)
     for problem in document.problems:
         sections.pop(str(problem.path[0]) if problem.path else "", None)
@@ -234,6 +236,21 @@ def _with_sections(document: Document) -> Document:
             root[name] = {}
     document.root = root
     return document
+
+
+def _add_adapter_settings(document: Document, base_dir: str | os.PathLike[str] | None) -> None:
+    """Give `trainable.lora` what it leaves out as `model.adapter` has it."""
+    root = document.root
+    assert isinstance(root, dict)
+    model, trainable = root["model"], root["trainable"]
+    folder = model.get("adapter") if isinstance(model, dict) else None
+    if not isinstance(folder, str) or not isinstance(trainable, dict):
+        return
+    lora, adapter = trainable.get("lora"), read_adapter_config(folder, base_dir)
+    used = "lora" in trainable.values() and isinstance(lora, dict | None)
+    if used and adapter is not None and adapter.refusal is None:
+        said = {**dict(adapter.settings()), "targets": "adapter"}
+        trainable["lora"] = {**said, **(lora or {})}
 
 
 def _typed(document: Document) -> tuple[Recipe | None, dict[str, object], list[Problem]]:

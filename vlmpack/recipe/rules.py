@@ -88,7 +88,7 @@ def broken_rules(
         elif isinstance(model_type, str) and refusal(config.content) is None:
             known["served"] = generic_line(model_type)
     if isinstance(model, ModelSection) and model.adapter is not None:
-        known["adapter"] = read_adapter_config(model, base_dir)
+        known["adapter"] = read_adapter_config(model.adapter, base_dir)
     if world_size is not None:
         known["world_size"] = world_size
     return [

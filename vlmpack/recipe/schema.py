@@ -153,8 +153,9 @@ class ModelSection(Section):
     weights."""
 
     adapter: str | None = Field(default=None, min_length=1, examples=["runs/lora/adapter"])
-    """Folder of adapters in peft's format to continue training from. They must agree with
-    `trainable.lora`. If null, training starts with new adapters, which have no effect at first."""
+    """Folder of adapters in peft's format to continue training from. What `trainable.lora` leaves
+    out is as they have it, and the rest must agree. If null, training starts with new adapters,
+    which have no effect at first."""
 
     backend: Literal["hf", "mcore"] = "hf"
     """The engine. `hf` is transformers with accelerate and runs on any device. `mcore` is

@@ -89,13 +89,13 @@ class LoraSection(Section):
     token."""
 
     targets: Annotated[
-        Literal["all-linear"] | tuple[Name, ...],
+        Literal["all-linear", "adapter"] | tuple[Name, ...],
         Field(examples=[["q_proj", "v_proj"]]),
         BeforeValidator(as_tuple),
     ] = "all-linear"
     """Layers that get an adapter. `all-linear` is every linear layer of the components whose mode
     is `lora`. A list is those of them whose names end in one of its entries (`q_proj`,
-    `self_attn.o_proj`)."""
+    `self_attn.o_proj`). `adapter` is the layers that `model.adapter` has."""
 
     rank_pattern: Annotated[dict[str, Annotated[int, Field(ge=1)]], AfterValidator(_Pattern)] = (
         Field(default_factory=_Pattern, examples=[{"q_proj": 8}])

@@ -68,12 +68,13 @@ def lora_settings_are_used(trainable: TrainableSection) -> list[Problem]:
     return [Problem(("trainable", "lora", key), message)]
 
 
-def targets_are_named(trainable: TrainableSection) -> list[Problem]:
-    """A list of targets has some, each once."""
-    targets = trainable.lora.targets
-    if targets == "all-linear":
+def targets_are_named(model: ModelSection, trainable: TrainableSection) -> list[Problem]:
+    """A list of targets has some, each once; those of an adapter have one."""
+    targets, where = trainable.lora.targets, ("trainable", "lora", "targets")
+    if targets == "adapter" and model.adapter is None:
+        return [Problem(where, "'adapter' is the layers of model.adapter, which is not set")]
+    if isinstance(targets, str):
         return []
-    where = ("trainable", "lora", "targets")
     if not targets:
         return [Problem(where, "an empty list; name the layers, or use all-linear")]
     foreign = [Problem(where, message) for message in _megatrons(targets, trainable)]
@@ -107,7 +108,7 @@ def adapters_fit_megatron(model: ModelSection, trainable: TrainableSection) -> l
         message = f"{lora.quantize!r} needs model.backend: hf; use none"
         problems.append(Problem(("trainable", "lora", "quantize"), message))
     if lora.modules_to_save:
-        message = f"{list(lora.modules_to_save)} needs model.backend: hf; leave it out"
+        message = f"{list(lora.modules_to_save)} needs model.backend: hf"
         problems.append(Problem(("trainable", "lora", "modules_to_save"), message))
     if model.attention == "transformer_engine":
         message = (
@@ -268,17 +269,15 @@ _ADAPTER = ("model", "adapter")
 
 
 def read_adapter_config(
-    model: ModelSection, base_dir: str | os.PathLike[str] | None = None
+    folder: str, base_dir: str | os.PathLike[str] | None = None
 ) -> AdapterConfig | None:
-    """That of `model.adapter`; None where there is none or it cannot be read.
+    """That of `model.adapter`; None where it cannot be read.
 
     Args:
-        base_dir: folder that a relative `model.adapter` starts at. None: the current directory.
+        base_dir: folder that a relative one starts at. None: the current directory.
     """
-    if model.adapter is None:
-        return None
     try:
-        return AdapterConfig.read(Path(base_dir or "", model.adapter))
+        return AdapterConfig.read(Path(base_dir or "", folder))
     except ModelError:
         return None
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from vlmpack.activity import ACTIVITY, IDLE
+from vlmpack.build.engine import with_adapter_layers
 from vlmpack.build.run import resolve_date
 from vlmpack.data.packs.manifest import other_packs
 from vlmpack.distributed import Ranks, process_group, world_size_from_environment
@@ -147,15 +148,17 @@ def _say_as_error(text: str) -> None:
 
 
 def prepare(recipe: Recipe, place: Place) -> Recipe | None:
-    """The recipe with the run's date, after it is checked and written to the folder. Collective.
+    """The recipe with the run's date and the layers of its adapters, after it is checked and
+    written to the folder. Collective.
 
     None if the run is at its end; the log then says how to continue it.
 
     Raises:
         RunIdentityError: the folder belongs to another run; lists every difference.
         CapabilityError: the package of a tracker is missing.
+        ModelError: `model.adapter` cannot be read.
     """
-    recipe = resolve_date(recipe, place.ranks, place.run_dir)
+    recipe = with_adapter_layers(resolve_date(recipe, place.ranks, place.run_dir))
     at_end = place.ranks.on_main(lambda: _record(recipe, place))
     if at_end is None:
         return recipe

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmpack.backends.adapter_folder import ADAPTER, PREFIX, WEIGHTS, weights_file
+from vlmpack.backends.adapter_folder import ADAPTER, PREFIX, WEIGHTS, AdapterFolder, weights_file
 from vlmpack.backends.finite import refuse_non_finite_adapters, refuse_non_finite_state
 from vlmpack.backends.hf.adapted_linear import fuse_adapters
 from vlmpack.backends.hf.recurrence import uncalled_layers
 from vlmpack.backends.policy import TrainingPolicy, component_of, is_adapter, is_untouched
 from vlmpack.backends.ties import FLAG, is_tied, write_ties
-from vlmpack.capabilities.adapter_config import AdapterConfig
 from vlmpack.errors import CapabilityError, ModelError, as_model_error
 from vlmpack.families.base import ModulePaths
 from vlmpack.model_folder.weights import first
@@ -412,23 +411,20 @@ def _adapted(model: Any, folder: Path) -> Any:
     from peft import PeftConfig, PeftModel, set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    config = AdapterConfig.read(folder)
-    if config.refusal is not None:
-        raise ModelError(f"{folder}: {config.refusal}")
-    path = weights_file(folder)
+    stored, path = AdapterFolder.open(folder, model), weights_file(folder)
     with as_model_error(f"{path} cannot be read", OSError):
         refuse_non_finite_adapters(path)
     integers = {
         PREFIX + name for name, value in model.named_buffers() if not value.is_floating_point()
     }
     try:
-        tensors = load_file(str(path))
+        tensors = stored.peft_tensors(load_file(str(path)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of missing names, which are reported below
             # A setting that this version of peft does not know must not be dropped.
             warnings.filterwarnings("error", "Unexpected keyword arguments", UserWarning)
             made: Any = PeftConfig
-            adapted = PeftModel(model, made.from_peft_type(**config.values))
+            adapted = PeftModel(model, made.from_peft_type(**stored.peft_settings()))
             loaded: Any = set_peft_model_state_dict(adapted, tensors)
     except Exception as error:  # of anything: settings and tensors are whatever the folder says
         raise ModelError(f"{folder}: its adapters do not fit the model: {_said(error)}") from error
