@@ -10,7 +10,7 @@ from support.plans import mode_of
 from support.shards import ROOT, TINY_MODEL
 
 from vlmpack.build.engine import policy_of
-from vlmpack.forecast.memory import NF4_BYTES, memory_figures
+from vlmpack.forecast.memory import memory_figures
 from vlmpack.forecast.parameters import read_sizes
 from vlmpack.forecast.trained import EVERY_WEIGHT, trained_sizes
 from vlmpack.packing import PackCollator
@@ -128,10 +128,11 @@ def test_four_bits(encoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = memory(recipe, encoder)
     trained = trained_sizes(policy_of(recipe), encoder)
     # Queries and outputs of 128, keys and values of 64, an MLP of 384, in four layers of 128.
-    assert trained.quantized == 4 * 128 * (2 * 128 + 2 * 64 + 3 * 384)
-    assert packed.weights == plain.weights - 4 * trained.quantized + round(
-        NF4_BYTES * trained.quantized
-    )
+    whole, block = trained.packed
+    assert whole.weights == 4 * 128 * (2 * 128 + 2 * 64 + 3 * 384) == 4 * block.weights
+    assert packed.weights == plain.weights - 4 * whole.weights + whole.bytes
+    # Half a byte, and a scale of 8 bits for 64 of them; then a float for 256 scales and a table.
+    assert 0 < whole.bytes - (0.5 + 1 / 64) * whole.weights < 28 * (1024 + 100)
     assert packed.optimizer == plain.optimizer
 
 

@@ -29,7 +29,9 @@ TOLERANCE = 1e-3
 
 
 @pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("quantize", ["none", pytest.param("nf4", marks=NEEDS_BITSANDBYTES)])
+@pytest.mark.parametrize(
+    "quantize", ["none", "int8", pytest.param("nf4", marks=NEEDS_BITSANDBYTES)]
+)
 def test_adapters_train_and_merge(tiny_folder, encoder, encoded, mixed, tmp_path, quantize, dora):
     from transformers import AutoModelForImageTextToText
 

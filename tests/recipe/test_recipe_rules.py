@@ -86,12 +86,6 @@ CASES = [
         MCORE | LORA,
     ),
     (
-        "four_bits_are_whole",
-        LORA | {"trainable.lora.quantize": "nf4", "parallelism.sharding": "fsdp"},
-        "trainable.lora.quantize: 'nf4' cannot be sharded, but parallelism.sharding is fsdp",
-        LORA | {"parallelism.sharding": "fsdp"},
-    ),
-    (
         "optimizers_are_whole",
         {"optim.name": "adamw_8bit", "parallelism.sharding": "fsdp"},
         "optim.name: 'adamw_8bit' cannot be sharded, but parallelism.sharding is fsdp; use adamw",

@@ -153,7 +153,7 @@ def check_policy(spec: EngineSpec) -> None:
     """Check that this machine can train the model with the policy, without reading a weight.
 
     Raises:
-        CapabilityError: adapters without a layer to adapt, or 4-bit weights without a GPU.
+        CapabilityError: adapters without a layer to adapt, or 4-bit weights without their package.
         ModelError: a config.json that transformers does not know, or adapters to continue from that
             differ from the policy's.
     """
@@ -165,7 +165,7 @@ def check_policy(spec: EngineSpec) -> None:
     from vlmpack.backends.skeleton import model_skeleton
 
     if policy.lora.quantize != "none":
-        check_quantization(spec.ranks.device)
+        check_quantization(policy.lora.quantize)
     if adapter is not None:
         open_adapter(Path(adapter), policy, encoder)
         return

@@ -216,7 +216,8 @@ class _Step:
     def hf(self) -> Iterator[Traffic]:
         """DDP reduces gradients; FSDP2 gathers parameters for each pass and scatters gradients."""
         split, sizes, trained = self.split, self.sizes, self.trained
-        whole = sizes.parameters - trained.quantized + trained.adapters
+        packed = trained.packed[0]
+        whole = sizes.parameters - packed.weights + trained.adapters
         updated = trained.adapters + (
             whole - trained.adapters - trained.images * (trained != EVERY_WEIGHT)
             if trained.language
@@ -233,7 +234,7 @@ class _Step:
         blocks = sizes.num_layers + (sizes.vision.blocks if sizes.vision else 0) + 1
         passes = self.rows.micro_batches
         syncs = passes if split.gradient_sync == "micro_batch" else 1
-        gathered = 2 * passes * self.number * whole
+        gathered = 2 * passes * (self.number * whole + packed.bytes)
         yield self._part(PARAMETERS, "all-gather", 2 * passes * blocks, gathered, group)
         scattered = syncs * 4 * updated
         yield self._part(GRADIENTS, "reduce-scatter", syncs * blocks, scattered, group)

@@ -78,9 +78,6 @@ LOGIT_COPIES = 3
 
 TORCH_FORMS = Forms()  # everything by torch's own operators, on a GPU
 
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of a weight in 4 bits: 64 of them share an 8-bit scale, 256 of those a float32 one."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Tower:
@@ -226,7 +223,7 @@ class _Estimate:
 
     def _hf_state(self, rank: _Rank) -> tuple[int, int, MomentBytes]:
         sizes, trained = self.sizes, self.trained
-        count = rank.parameters - trained.quantized + trained.adapters
+        count = rank.parameters - trained.packed[0].weights + trained.adapters
         split, all_updated = self.split, self._trained(rank)
         shards = self.world_size // split.replicate if split.sharding == "fsdp" else 1
         held, updated = -(-count // shards), -(-all_updated // shards)
@@ -235,11 +232,13 @@ class _Estimate:
             gradients += 4 * all_updated  # whole until the last micro-batch's are reduced
         copied = narrow = 0
         if shards > 1:
-            copied = self.number * (sizes.outside + 2 * sizes.largest_block)
+            weights, packed = trained.packed[1]
+            gathered = self.number * (sizes.largest_block - weights) + packed
+            copied = self.number * sizes.outside + 2 * gathered
         elif self.model.dtype == "bfloat16":
             narrow = trained.narrow
             copied = 2 * (count - trained.before_graph - trained.narrow_in_graph)
-        weights = 4 * held - 2 * narrow + round(NF4_BYTES * trained.quantized) + copied
+        weights = 4 * held - 2 * narrow + -(-trained.packed[0].bytes // shards) + copied
         rounded, moments = trained.rounded, trained.moments.bytes_of(updated)
         moments = moments._replace(held=moments.held - 4 * rounded)
         return weights - 4 * rounded, gradients - 2 * rounded, moments

@@ -394,6 +394,12 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         raise ModelError(f"model.path: {error}") from error
 
 
+def block_of(name: str) -> str | None:
+    """The decoder layer or vision block of a parameter or module; None outside of them."""
+    block = re.match(r"(.*\b(?:layers|blocks)\.\d+)\.", name)
+    return None if block is None else block[1]
+
+
 def _sizes(
     shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], files: str
 ) -> ModelSizes:
@@ -403,9 +409,9 @@ def _sizes(
     for name, shape in held.items():
         count = math.prod(shape)
         groups[_group(name, shape)] += count
-        block = re.match(r"(.*\b(?:layers|blocks)\.\d+)\.", name)
+        block = block_of(name)
         if block is not None:
-            blocks[block[1]] = blocks.get(block[1], 0) + count
+            blocks[block] = blocks.get(block, 0) + count
     text: Mapping[str, Any] = config.get("text_config") or config
     language = {name: shape for name, shape in held.items() if _group(name, shape) != "tower"}
     return ModelSizes(

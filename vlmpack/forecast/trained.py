@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vlmpack.backends.policy import (
     ComponentCount,
@@ -21,7 +21,7 @@ from vlmpack.backends.policy import (
 )
 from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError
-from vlmpack.forecast.parameters import ModelSizes
+from vlmpack.forecast.parameters import ModelSizes, block_of
 from vlmpack.model_folder.weights import stored_tensors, weight_files
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recipe.trainable import (
@@ -34,6 +34,9 @@ from vlmpack.recipe.trainable import (
     OptimizerFacts,
 )
 from vlmpack.whole_file import read_json
+
+if TYPE_CHECKING:
+    from vlmpack.backends.hf.frozen import Packing
 
 
 class MomentBytes(NamedTuple):
@@ -82,6 +85,16 @@ class MomentSizes:
         return f"{each}, in pages of the host where the GPU is full," if self.facts.paged else each
 
 
+class PackedSizes(NamedTuple):
+    """Weights in 4 or 8 bits, and the bytes of their codes and scales."""
+
+    weights: int
+    bytes: int
+
+
+NO_PACKED = PackedSizes(0, 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedSizes:
     """The sizes of the trained part of a model. By default every weight is trained.
@@ -94,7 +107,7 @@ class TrainedSizes:
         tower_adapters: those of them in tower and projector.
         cut_adapters: those of the language model that tensor parallelism cuts, like their weights;
             each rank holds the others whole.
-        quantized: weights held in 4 bits.
+        packed: weights held in 4 or 8 bits, of the model and of the block that has most.
         before_graph: parameters of frozen components before the first trained one, which no
             gradient passes; without adapters.
         narrow: frozen weights that the hf engine holds in bfloat16, if it computes in it.
@@ -110,7 +123,7 @@ class TrainedSizes:
     adapters: int = 0
     tower_adapters: int = 0
     cut_adapters: int = 0
-    quantized: int = 0
+    packed: tuple[PackedSizes, PackedSizes] = (NO_PACKED, NO_PACKED)
     before_graph: int = 0
     narrow: int = 0
     narrow_in_graph: int = 0
@@ -161,18 +174,20 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
     if is_all and policy.optim.facts.is_torchs and not policy.optim.rounds:
         return EVERY_WEIGHT
     from vlmpack.backends.hf.adapters import adapter_shapes, adapter_targets
+    from vlmpack.backends.hf.frozen import Packing
     from vlmpack.backends.skeleton import model_skeleton
 
     paths = encoder.family.modules
     model = model_skeleton(encoder.family.auto_class(), encoder.folder)
     base = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
     added: list[tuple[str, tuple[int, ...]]] = []
-    quantized = 0
+    packed = NO_PACKED, NO_PACKED
     if policy.lora is not None:
         targets = adapter_targets(model, paths, policy)
         added = list(adapter_shapes(model, targets, policy.lora))
         if policy.lora.quantize != "none":
-            quantized = sum(model.get_submodule(name).weight.numel() for name in targets)
+            shapes = {name: tuple(model.get_submodule(name).weight.shape) for name in targets}
+            packed = _packed(shapes, Packing(kind=policy.lora.quantize))
     assert all(is_adapter(name) for name, _ in added)
     trained = [shape for name, shape in chain(base, added) if policy.trains_parameter(name, paths)]
     moments = MomentSizes.of(policy.optim.facts, trained)
@@ -203,7 +218,7 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
         adapters=sum(adapters.values()),
         tower_adapters=sum(adapters.values()) - adapters.get("language", 0),
         cut_adapters=sum(prod(shape) for name, shape in language if _is_cut(name)),
-        quantized=quantized,
+        packed=packed,
         before_graph=before_graph,
         narrow=sum(narrow.values()),
         rounded=rounded,
@@ -211,6 +226,19 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
         narrow_in_graph=sum(n for component, n in narrow.items() if component not in in_front),
         moments=moments,
     )
+
+
+def _packed(
+    shapes: Mapping[str, tuple[int, ...]], packing: Packing
+) -> tuple[PackedSizes, PackedSizes]:
+    """Of all layers of these shapes, and of the block that has most of them."""
+    blocks: dict[str, PackedSizes] = {}
+    for name, shape in shapes.items():
+        block, (weights, held) = block_of(name) or "", blocks.get(block_of(name) or "", NO_PACKED)
+        blocks[block] = PackedSizes(weights + prod(shape), held + packing.nbytes(shape))
+    whole = PackedSizes(*map(sum, zip(*blocks.values(), strict=True)))
+    blocks.pop("", None)
+    return whole, max(blocks.values(), default=NO_PACKED)
 
 
 def _rounded(model: Any, policy: TrainingPolicy, encoder: Encoder) -> int:

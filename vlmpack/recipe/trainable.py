@@ -119,9 +119,10 @@ class LoraSection(Section):
     rslora: bool = False
     """Scale by the square root of the rank (rsLoRA, 2312.03732)."""
 
-    quantize: Literal["none", "nf4"] = "none"
-    """`nf4` keeps the frozen weights of adapted layers in 4 bits (QLoRA, 2305.14314). It needs CUDA
-    and the package bitsandbytes."""
+    quantize: Literal["none", "nf4", "int8"] = "none"
+    """For the hf engine. `nf4` keeps the frozen weights of adapted layers in 4 bits (QLoRA,
+    2305.14314), by the package bitsandbytes. `int8` keeps them in 8 bits, with a scale for each row
+    (2208.07339). Both run on a CPU too, slowly."""
 
     def rank_of(self, layer: str) -> int:
         """The rank of a layer's adapter, by the layer's name."""

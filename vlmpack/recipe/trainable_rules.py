@@ -104,7 +104,7 @@ def adapters_fit_megatron(model: ModelSection, trainable: TrainableSection) -> l
             "set it to 0, or use model.backend: hf"
         )
         problems.append(Problem(("trainable", "lora", "dropout"), message))
-    if _uses_four_bits(trainable):
+    if lora.quantize != "none":
         message = f"{lora.quantize!r} needs model.backend: hf; use none"
         problems.append(Problem(("trainable", "lora", "quantize"), message))
     if lora.modules_to_save:
@@ -146,8 +146,8 @@ def four_bits_have_their_package(model: ModelSection, trainable: TrainableSectio
     if model.backend == "mcore" or not _uses_four_bits(trainable) or has_bitsandbytes():
         return []
     message = (
-        f"'nf4' needs bitsandbytes, which is not installed; pip install '{BITSANDBYTES}' on a "
-        "machine with a CUDA GPU, or use none"
+        f"'nf4' needs bitsandbytes, which is not installed; pip install '{BITSANDBYTES}', or use "
+        "int8, or none"
     )
     return [Problem(("trainable", "lora", "quantize"), message)]
 
@@ -203,19 +203,6 @@ def rounded_weights_are_whole(
         for is_so, what in broken
         if optim.rounds and is_so
     ]
-
-
-def four_bits_are_whole(
-    parallelism: ParallelismSection, trainable: TrainableSection
-) -> list[Problem]:
-    """Packed weights are not sharded."""
-    if not _uses_four_bits(trainable) or parallelism.sharding == "none":
-        return []
-    message = (
-        f"'nf4' cannot be sharded, but parallelism.sharding is {parallelism.sharding}. Use "
-        "sharding: none, which keeps a copy of the 4-bit weights on each process"
-    )
-    return [Problem(("trainable", "lora", "quantize"), message)]
 
 
 def _uses_four_bits(trainable: TrainableSection) -> bool:

@@ -256,13 +256,11 @@ def _write(chosen: Chosen, folder: Path) -> torch.dtype | None:
     paths = encoder.family.modules
     now = check_model_again(source, chosen.run_dir)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    packed = policy.lora is not None and policy.lora.quantize != "none"
-    if packed:
-        check_quantization(device)
+    if policy.lora is not None:
+        check_quantization(policy.lora.quantize)
     check_trained_from(checkpoint, _state(checkpoint)["model"], now)
     model = load_model(source)
-    compute_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    apply_policy(model, paths, policy, device=device, compute_dtype=compute_dtype)
+    apply_policy(model, paths, policy, device=device)
     read_parameters(model, checkpoint)
     ACTIVITY.enter_alone("writing the model")
     if chosen.adapter:

@@ -185,8 +185,8 @@ def _narrow(x: Tensor, y: Tensor, scale: float) -> Tensor:
     return (scale * (x.bfloat16() @ y.bfloat16())).to(x.dtype)
 
 
-def _transposed(weight: Tensor) -> Tensor:
-    return weight.t()
+def _transposed(layer: nn.Linear) -> Tensor:
+    return layer.weight.t()
 
 
 def _own_lengths(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -20,24 +20,51 @@ from torch import Tensor, nn
 from vlmpack.backends.hf import adapters
 from vlmpack.backends.hf.adapted_linear import fuse_adapters
 from vlmpack.backends.hf.adapters import inject_adapters
-from vlmpack.backends.hf.frozen import quantize_layers, unpacked_weights
+from vlmpack.backends.hf.frozen import PackedLinear, quantize_layers
 from vlmpack.recipe.trainable import LoraSection
 
 
-def layers(dtype: torch.dtype, **lora: Any) -> list[nn.Module]:
-    """peft's own and ours, of one weight, for products in a dtype."""
+def linear() -> nn.Linear:
+    """Its weight is one that float16 has, as bitsandbytes rounds to it before 8 bits."""
+    torch.manual_seed(0)
+    made = nn.Linear(64, 96)
+    made.weight.data = made.weight.data.half().float()
+    return made
+
+
+def their_layer(kind: str) -> Any:
+    """A layer of bitsandbytes; one of 8 bits as dense as it unpacks for training on a CPU."""
+    import bitsandbytes as bnb
+
+    plain: Any = linear().requires_grad_(requires_grad=False)
+    if kind == "int8":
+        codes, scales, _ = bnb.functional.int8_vectorwise_quant(plain.weight.half())
+        plain.weight.data = bnb.functional.int8_vectorwise_dequant(codes, scales)
+        return plain
+    made: Any = bnb.nn.Linear4bit(64, 96, quant_type="nf4", compress_statistics=True)
+    made.support_avx512bf16_for_cpu = False  # which packs it anew in eval mode
+    made.weight = bnb.nn.Params4bit(
+        plain.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4"
+    )
+    made.bias = plain.bias
+    return made.to("cpu")
+
+
+def layers(kind: Any, **lora: Any) -> list[nn.Module]:
+    """Theirs under peft's own forward, and ours, of one weight."""
     made = []
-    for fuse in (lambda model: None, fuse_adapters):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 96))
-        quantize_layers(model, ["0"], device=torch.device("cpu"), compute_dtype=dtype)
-        packed: Any = model[0]
-        packed.support_avx512bf16_for_cpu = False  # which packs it anew in eval mode
+    for ours in (False, True):
+        model: Any = nn.Sequential(linear() if ours else their_layer(kind))
+        if ours:
+            quantize_layers(model, ["0"], kind, device=torch.device("cpu"))
+        else:
+            model.is_loaded_in_4bit = kind == "nf4"  # what peft looks at
+        fuse = fuse_adapters if ours else lambda model: None
+        torch.manual_seed(5)
         with patch.object(adapters, "fuse_adapters", fuse):
             inject_adapters(model, ["0"], LoraSection(rank=4, alpha=8.0, **lora))
         draw = torch.Generator().manual_seed(1)
-        layer: Any = model[0]
-        b = layer.lora_B["default"].weight
+        b = model[0].lora_B["default"].weight
         b.data = 0.1 * torch.randn(b.shape, generator=draw)
         made.append(model)
     return made
@@ -59,36 +86,40 @@ def passed(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def compared(**lora: Any) -> dict[str, Any]:
-    import bitsandbytes as bnb
-
-    theirs, ours = layers(torch.float32, **lora)
+def compared(kind: str, **lora: Any) -> dict[str, Any]:
+    theirs, ours = layers(kind, **lora)
     right = passed(theirs)
-    unpack = bnb.functional.dequantize_4bit
-    with patch.object(bnb.functional, "dequantize_4bit", side_effect=unpack) as unpacks:
+    unpack = PackedLinear.unpacked
+    with patch.object(PackedLinear, "unpacked", autospec=True, side_effect=unpack) as unpacks:
         found = passed(ours)
+    x = torch.randn(3, 64)
     with torch.no_grad():
-        x = torch.randn(3, 64)
-        same = torch.equal(ours.eval()(x), theirs.eval()(x))
+        answers = ours.eval()(x)
+        expected = theirs.eval()(x)
+    base: Any = ours[0]
+    base = base.base_layer
+    before = base.weight.clone()
     ours.train(), theirs.train()
+    again = passed(ours)  # what it said in eval mode leaves no trace
     with torch.autocast("cpu", torch.bfloat16):
-        half = [passed(model) for model in reversed(layers(torch.bfloat16, **lora))]
-    (read,) = unpacked_weights(ours).values()
-    torch.manual_seed(0)
-    whole = nn.Linear(64, 96).weight.detach()
+        half = [passed(model) for model in reversed(layers(kind, **lora))]
     return {
         "class": type(ours[0]).__name__,
         "errors": {name: relative_l2(found[name], value) for name, value in right.items()},
+        "again": all(torch.equal(again[name], value) for name, value in found.items()),
         "half": [{n: relative_l2(h[n], v) for n, v in right.items()} for h in half],
         "unpacks": unpacks.call_count,
-        "same without a gradient": same,
-        "lost": relative_l2(read(), whole),
+        "answers": relative_l2(answers, expected),
+        "weight": torch.equal(base.weight, before),
+        "lost": relative_l2(base.unpacked(), linear().weight.detach()),
+        "bytes": base.weight.numel(),
     }
 
 
 def main() -> None:
     kinds: list[dict[str, Any]] = [{}, {"dropout": 0.2}, {"dora": True}]
-    print(json.dumps([compared(**kind) for kind in kinds]))
+    found = {kind: [compared(kind, **lora) for lora in kinds] for kind in ("nf4", "int8")}
+    print(json.dumps(found))
 
 
 @pytest.mark.slow
@@ -102,16 +133,20 @@ def test_adapters_beside_packed_weights_are_those_of_peft(tmp_path: Any) -> None
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    for found in json.loads(ran.stdout.splitlines()[-1]):
-        assert found["class"] == "FusedLinear4bit"
-        assert max(found["errors"].values()) < 1e-5, found
+    results = json.loads(ran.stdout.splitlines()[-1])
+    for kind, found in [(kind, each) for kind, many in results.items() for each in many]:
+        assert found["class"] == "FusedLinear"
+        assert max(found["errors"].values()) < 1e-5, (kind, found)
         assert len(found["errors"]) >= 4
         ours, theirs = (sum(each.values()) for each in found["half"])
-        print(f"{ours:.2e} peft {theirs:.2e}")
-        assert 1e-3 < ours < theirs, found
-        assert found["unpacks"] == 2
-        assert found["same without a gradient"]
-        assert 0.01 < found["lost"] < 0.2, "guard: nothing is packed"
+        print(f"{kind} {ours:.2e} peft {theirs:.2e}")
+        assert 1e-3 < ours < 1.05 * theirs, (kind, found)
+        assert found["unpacks"] == 2, (kind, found)
+        assert found["answers"] < 1e-5, (kind, found)
+        assert found["again"] and found["weight"]
+        bounds = {"nf4": (0.01, 0.2), "int8": (1e-4, 0.02)}[kind]
+        assert bounds[0] < found["lost"] < bounds[1], "guard: nothing is packed"
+        assert found["bytes"] < 96 * 64 * (1.0 if kind == "nf4" else 1.1)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ class _AdaptedLayer:
         base, vectors = self.base_layer, self.lora_magnitude_vector
         weight, bias = base.weight, base.bias
         # Without a gradient bitsandbytes has a kernel that multiplies by packed weights.
-        reads_packed = is_packed(weight) and not torch.is_grad_enabled()
+        reads_packed = is_packed(base) and not torch.is_grad_enabled()
         trained = weight.requires_grad or (bias is not None and bias.requires_grad)
         a, b, drop = self.lora_A[ADAPTER], self.lora_B[ADAPTER], self.lora_dropout[ADAPTER]
         dora = ADAPTER in vectors
@@ -174,7 +174,7 @@ class _AdaptedLinears(torch.autograd.Function):
     """The outputs of frozen layers with adapters that read one x, (..., out) each in its dtype.
 
     A is (rank, in), B (out, rank) and the magnitude (out,), of any dtypes; a layer's weight is of
-    one that its product takes, or in 4 bits. `dropout` is the share of x that A does not read, of
+    one that its product takes, or packed. `dropout` is the share of x that A does not read, of
     one layer alone. Inside, tensors of tokens are (T, ...), and those of A are those of all layers.
     """
 
@@ -201,14 +201,14 @@ class _AdaptedLinears(torch.autograd.Function):
         outputs, saved = [], [read, low, down, kept]
         lows = low.split([len(a) for a, _, _ in parts], dim=1)
         for base, low_of_one, (a, b, magnitude) in zip(bases, lows, parts, strict=True):
-            weight, spread = unpacked(base.weight), b
+            weight, spread = unpacked(base), b
             lengths, ratio, plain = None, None, None
             if magnitude is not None:
                 lengths = _lengths(weight, a, b, lengths_scale)
                 ratio = magnitude / lengths
                 spread = ratio[:, None] * b
             # Elsewhere the product refuses a weight in another dtype.
-            if is_packed(base.weight) or torch.is_autocast_enabled(x.device.type):
+            if is_packed(base) or torch.is_autocast_enabled(x.device.type):
                 weight = weight.to(x.dtype)
             up = spread.to(x.dtype)
             bias = None if base.bias is None else base.bias.to(x.dtype)
@@ -221,7 +221,7 @@ class _AdaptedLinears(torch.autograd.Function):
                 ratio = (ratio - 1) / (1 - dropout) if dropout else ratio
                 plain = read @ weight.t()
                 y = torch.addcmul(y, plain, ratio, out=torch.empty_like(y))
-            held = None if is_packed(base.weight) else weight
+            held = None if is_packed(base) else weight
             saved += [a, b, up, held, lengths, ratio, plain]
             # A view of what a function returns could not be changed in place.
             outputs.append(torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1])))
@@ -250,7 +250,7 @@ class _AdaptedLinears(torch.autograd.Function):
             a, b, _, weight, lengths, ratio, plain = part
             of_b, of_magnitude = g.t() @ low_of_one, None
             if of_x is not None and weight is None:
-                weight = unpacked(base.weight).to(g.dtype)
+                weight = unpacked(base).to(g.dtype)
             if ratio is not None:
                 share = 1 - ctx.dropout
                 of_ratio = (of_b * b).sum(1) + (g.to(ratio.dtype) * plain).sum(0) / share

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from vlmpack.backends.adapter_folder import ADAPTER, PREFIX, WEIGHTS, AdapterFolder, weights_file
 from vlmpack.backends.finite import refuse_non_finite_adapters, refuse_non_finite_state
 from vlmpack.backends.hf.adapted_linear import fuse_adapters
+from vlmpack.backends.hf.frozen import quantize_layers
 from vlmpack.backends.hf.recurrence import uncalled_layers
 from vlmpack.backends.policy import TrainingPolicy, component_of, is_adapter, is_untouched
 from vlmpack.backends.ties import FLAG, is_tied, write_ties
@@ -41,18 +42,17 @@ def apply_policy(
     policy: TrainingPolicy,
     *,
     device: torch.device,
-    compute_dtype: torch.dtype,
 ) -> None:
     """Add adapters to a model, and set for each of its parameters whether it is trained.
 
     Args:
-        device: the device of 4-bit weights.
+        device: the device of packed weights.
 
     Raises:
         CapabilityError: a target that no linear layer answers to, or a component without any.
     """
     if policy.lora is not None:
-        add_adapters(model, paths, policy, device=device, compute_dtype=compute_dtype)
+        add_adapters(model, paths, policy, device=device)
     set_trainable(model, paths, policy)  # last: peft has frozen everything
 
 
@@ -60,7 +60,7 @@ def set_trainable(model: nn.Module, paths: ModulePaths, policy: TrainingPolicy) 
     """`requires_grad` of every parameter."""
     for name, parameter in model.named_parameters():
         trains = policy.trains_parameter(name, paths)
-        if parameter.is_floating_point():  # 4-bit weights are bytes
+        if parameter.is_floating_point():  # packed weights are bytes
             parameter.requires_grad_(trains)
         else:
             assert not trains
@@ -72,16 +72,13 @@ def add_adapters(
     policy: TrainingPolicy,
     *,
     device: torch.device,
-    compute_dtype: torch.dtype,
 ) -> None:
     """Put peft's layers into a model; raises as `apply_policy`."""
     lora = policy.lora
     assert lora is not None
     targets = adapter_targets(model, paths, policy)
-    if lora.quantize == "nf4":
-        from vlmpack.backends.hf.frozen import quantize_layers
-
-        quantize_layers(model, targets, device=device, compute_dtype=compute_dtype)
+    if lora.quantize != "none":
+        quantize_layers(model, targets, lora.quantize, device=device)
     with torch.random.fork_rng(devices=[]):  # they are drawn on CPU; more than one GPU is a warning
         torch.manual_seed(policy.seed)  # ranks that shard must start with equal values
         inject_adapters(model, targets, lora)

@@ -202,8 +202,8 @@ def _traits(layer: nn.Module) -> Iterator[Any]:
 
 def _why_eager(layer: nn.Module) -> str | None:
     """Why a layer is not compiled; None where it is."""
-    if any(map(is_packed, layer.parameters())):
-        return "weights in 4 bits are unpacked by functions that no compiler sees through"
+    if any(map(is_packed, layer.modules())):
+        return "packed weights are unpacked by functions that no compiler sees through"
     if any(ADAPTER in getattr(module, "lora_magnitude_vector", ()) for module in layer.modules()):
         return "adapters of DoRA are a function that no compiler sees through"
     return None

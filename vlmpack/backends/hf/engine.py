@@ -37,7 +37,7 @@ from vlmpack.backends.hf.adapters import (
 )
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.compiled_layers import DRAWS_IN_COMPILED, CompiledLayers
-from vlmpack.backends.hf.frozen import check_quantization, hold_narrow
+from vlmpack.backends.hf.frozen import check_quantization, hold_narrow, pack_as, packed_layers
 from vlmpack.backends.hf.fused_layers import Fused, fuse_layers
 from vlmpack.backends.hf.load import load_model, open_model
 from vlmpack.backends.hf.model import packed_model
@@ -111,7 +111,7 @@ class HFEngine:
         self.compute_dtype = compute.dtype
         assert compute.attention is not None  # the recipe's rules see to it
         if policy.lora is not None and policy.lora.quantize != "none":
-            check_quantization(ranks.device)
+            check_quantization(policy.lora.quantize)
         self.sharded = split.sharding == "fsdp" and ranks.world_size > 1
         loaded = _loaded(self.folder, policy, sharded=self.sharded)
         language = loaded.get_submodule(self.paths.language)
@@ -132,7 +132,7 @@ class HFEngine:
         self.fused, why_none = _fused(loaded, model, ranks.device, narrow=not stranger)
         self.draws = self._draws(loaded, model, captures=compute.captures)
         recompute_layers(loaded, model.recomputed, draws=self.draws)
-        apply_policy(loaded, self.paths, policy, device=ranks.device, compute_dtype=compute.dtype)
+        apply_policy(loaded, self.paths, policy, device=ranks.device)
         narrow = self._narrowed(loaded) if self._is_narrow() else 0
         self.components: Sequence[ComponentCount] = count_components(
             whole_shapes(loaded), policy, self.paths
@@ -232,6 +232,11 @@ class HFEngine:
         if self.working is not None and self.working.weights:
             count = sum(weight.numel() for weight in self.working.weights)
             counted["working weights"] = f"{count:,} in bfloat16, cast once a step"
+        if packed := packed_layers(self.vlm.model).values():
+            bits = " and ".join(sorted({layer.packing.kind for layer in packed}))
+            slow = ", which is slow on a CPU" if self.device.type == "cpu" else ""
+            count = sum(layer.in_features * layer.out_features for layer in packed)
+            counted["packed"] = f"{count:,} weights in {bits}, unpacked for each product{slow}"
         if rounded:
             counted["rounded"] = f"{rounded:,} weights in bfloat16, stochastically in each step"
         if narrow:
@@ -433,6 +438,7 @@ class HFEngine:
         set_experts(copy.get_submodule(self.paths.language))
         if self.policy.lora is not None:
             targets = adapter_targets(copy, self.paths, self.policy)
+            pack_as(copy, model)
             inject_adapters(copy, targets, self.policy.lora, empty=True)
         copy.generation_config = deepcopy(model.generation_config)
         copy_buffers(model, copy, self.device)

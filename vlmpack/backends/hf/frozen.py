@@ -4,25 +4,26 @@ Under autocast a float32 matrix is copied to bfloat16 for its product. A frozen 
 bfloat16 holds exactly, as in most published folders, can be stored in bfloat16. That takes 2 bytes
 a weight instead of 6, and products are bit for bit the same.
 
-QLoRA (2305.14314) keeps the frozen weights of adapted layers in 4 bits, by bitsandbytes. Only
-layers with an adapter are quantised. Training uses the unpacked weight, so an adapter is merged
-into that.
+QLoRA (2305.14314) keeps the frozen weights of adapted layers in 4 or 8 bits. The codes of 4 bits
+are those of bitsandbytes. Only layers with an adapter are quantised. Training uses the unpacked
+weight, so an adapter is merged into that.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
 from sys import modules
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from vlmpack.backends.hf.optimizer import require_bitsandbytes
-from vlmpack.errors import CapabilityError
 
 MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers that autocast runs in bfloat16; classes derived from them may do something else."""
@@ -99,68 +100,205 @@ def widened(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
     return output.float()
 
 
-def check_quantization(device: torch.device) -> None:
-    """Raise CapabilityError where 4-bit weights cannot be trained with adapters."""
-    if device.type != "cuda":
-        raise CapabilityError(
-            f"trainable.lora.quantize: 'nf4' needs a CUDA GPU, this run is on {device}; use none"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How the bytes of a packed weight are read.
+
+    Args:
+        kind: `int8` has a scale for each row, `nf4` and `fp4` one for each block.
+        blocksize: weights of a block.
+        nested: whether the scales of blocks are codes of 8 bits, 256 of which share a scale.
+        dtype: of the unpacked weight.
+    """
+
+    kind: Literal["nf4", "fp4", "int8"]
+    blocksize: int = 64
+    nested: bool = True
+    dtype: torch.dtype = torch.float32
+
+    def layout(self, shape: Sequence[int]) -> list[tuple[torch.dtype, int]]:
+        """Type and number of codes, then of each kind of scales."""
+        count = prod(shape)
+        if self.kind == "int8":
+            return [(torch.int8, count), (torch.float32, shape[0])]
+        codes, blocks = (torch.uint8, -(-count // 2)), -(-count // self.blocksize)
+        if not self.nested:
+            return [codes, (torch.float32, blocks)]
+        table, scales = (torch.float32, 256), (torch.float32, -(-blocks // 256))
+        return [codes, (torch.uint8, blocks), scales, table, (torch.float32, 1)]
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        """Bytes of a packed weight."""
+        return sum(_aligned(dtype.itemsize * count) for dtype, count in self.layout(shape))
+
+
+ALIGNED = 16
+"""Bytes at whose multiples each kind of codes or scales begins."""
+
+
+class PackedLinear(nn.Linear):
+    """A frozen linear layer that unpacks its weight for each product.
+
+    Its weight is one flat tensor of bytes: codes, then their scales. FSDP2 shards it as any other.
+    The layers of bitsandbytes are not used. On a CPU with avx512_bf16 their first answer packs a
+    weight anew, and no later step has a gradient for their input.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        packing: Packing,
+        parts: Sequence[Tensor] | None = None,
+        bias: Any = None,
+    ) -> None:
+        """Of codes and scales in the packing's order; without them on the meta device."""
+        super().__init__(shape[1], shape[0], bias=False, device="meta")
+        self.packing = packing
+        if parts is None:
+            data = torch.empty(packing.nbytes(shape), dtype=torch.uint8, device="meta")
+        else:
+            assert [(part.dtype, part.numel()) for part in parts] == packing.layout(shape)
+            flat = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
+            data = torch.cat([nn.functional.pad(x, (0, _aligned(len(x)) - len(x))) for x in flat])
+        self.weight = nn.Parameter(data, requires_grad=False)
+        self.bias = bias
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in), that of the unpacked weight."""
+        return self.out_features, self.in_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        if torch.is_grad_enabled() or self.packing.kind == "int8":
+            return nn.functional.linear(x, self.unpacked().to(x.dtype), self._bias_for(x))
+        import bitsandbytes as bnb
+
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        codes, state = self._state(self.weight)
+        product: Tensor = bnb.matmul_4bit(x, codes.t(), quant_state=state, bias=self._bias_for(x))
+        return product
+
+    def _bias_for(self, x: Tensor) -> Tensor | None:
+        return None if self.bias is None else self.bias.to(x.dtype)
+
+    def unpacked(self, data: Tensor | None = None) -> Tensor:
+        """The weight (out, in) in the packing's dtype; of these bytes if they are given."""
+        data = self.weight if data is None else data
+        if self.packing.kind == "int8":
+            codes, scales = self._parts(data)
+            whole = codes.view(self.shape) * (scales / 127)[:, None]
+            return whole.to(self.packing.dtype)
+        import bitsandbytes as bnb
+
+        four: Tensor = bnb.functional.dequantize_4bit(*self._state(data))
+        return four
+
+    dequantize = unpacked
+
+    @property
+    def W_q(self) -> Tensor:  # noqa: N802
+        """By this name peft knows a layer whose `dequantize` gives its weight."""
+        return self.weight
+
+    def _parts(self, data: Tensor) -> list[Tensor]:
+        parts, start = [], 0
+        for dtype, count in self.packing.layout(self.shape):
+            size = dtype.itemsize * count
+            parts.append(data[start : start + size].view(dtype))
+            start += _aligned(size)
+        return parts
+
+    def _state(self, data: Tensor) -> tuple[Tensor, Any]:
+        """Codes and scales as bitsandbytes takes them."""
+        from bitsandbytes.functional import QuantState
+
+        packing, (codes, absmax, *nested) = self.packing, self._parts(data)
+        given: dict[str, Any] = {}
+        if packing.nested:
+            scales, table, offset = nested
+            inner = QuantState(scales, code=table, blocksize=256, dtype=torch.float32)
+            given = {"offset": offset, "state2": inner}
+        state = QuantState(
+            absmax,
+            shape=torch.Size(self.shape),
+            blocksize=packing.blocksize,
+            quant_type=packing.kind,
+            dtype=packing.dtype,
+            **given,
         )
-    require_bitsandbytes("trainable.lora.quantize: 'nf4'", "none")
+        return codes.view(-1, 1), state
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def check_quantization(quantize: str) -> None:
+    """Raise CapabilityError where frozen weights cannot be packed."""
+    if quantize == "nf4":
+        require_bitsandbytes("trainable.lora.quantize: 'nf4'", "int8, or none")
 
 
 def quantize_layers(
-    model: Any, names: Iterable[str], *, device: torch.device, compute_dtype: torch.dtype
+    model: Any, names: Iterable[str], kind: Literal["nf4", "int8"], *, device: torch.device
 ) -> None:
-    """Replace linear layers by 4-bit ones, one by one.
+    """Replace linear layers by packed ones, one by one.
 
     Args:
-        device: a GPU for the packed weights; the rest of the model stays where it is.
+        device: of the packed weights; the rest of the model stays where it is.
     """
-    import bitsandbytes as bnb
-
     for name in names:
-        parent, _, leaf = name.rpartition(".")
         linear = model.get_submodule(name)
-        packed = bnb.nn.Linear4bit(
-            linear.in_features,
-            linear.out_features,
-            bias=linear.bias is not None,
-            compute_dtype=compute_dtype,
-            compress_statistics=True,  # double quantisation: about 0.4 bits a weight less
-            quant_type="nf4",
-            device="meta",
-        )
-        packed.weight = bnb.nn.Params4bit(
-            linear.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4"
-        )
-        packed.bias = linear.bias
-        setattr(model.get_submodule(parent), leaf, packed.to(device))  # packs it
-    model.is_loaded_in_4bit = True  # what peft looks at
+        weight = linear.weight.detach().to(device, torch.float32)
+        parts = _four_bits(weight) if kind == "nf4" else _eight_bits(weight)
+        bias = linear.bias
+        if bias is not None:
+            bias = nn.Parameter(bias.detach().to(device), requires_grad=False)
+        replace_layer(model, name, PackedLinear(weight.shape, Packing(kind=kind), parts, bias))
 
 
-def is_packed(weight: Tensor) -> bool:
-    """Whether a weight is in 4 bits."""
-    return hasattr(weight, "quant_state")
+def replace_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
+    """Put another layer in a layer's place."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, layer)
 
 
-def unpacked(weight: Any) -> Tensor:
-    """A layer's weight (out, in); one in 4 bits in the dtype that it had before."""
-    if not is_packed(weight):
-        return weight  # type: ignore[no-any-return]
-    import bitsandbytes as bnb
-
-    whole: Tensor = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
-    return whole
+def pack_as(model: nn.Module, other: nn.Module) -> None:
+    """Replace linear layers of a model without values as another one's are packed."""
+    for name, layer in packed_layers(other).items():
+        own = name.removesuffix(".weight").removesuffix(".base_layer")
+        plain: Any = model.get_submodule(own)
+        replace_layer(model, own, PackedLinear(layer.shape, layer.packing, bias=plain.bias))
 
 
-def _widely_unpacked(weight: Tensor) -> Tensor:
-    return unpacked(weight).float()
+def _four_bits(weight: Tensor) -> list[Tensor]:
+    from bitsandbytes.functional import quantize_4bit
+
+    codes, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+    inner = state.state2
+    return [codes, state.absmax, inner.absmax, inner.code, state.offset.view(1)]
 
 
-def unpacked_weights(model: Any) -> dict[str, Callable[[], Tensor]]:
-    """By the name of each 4-bit weight, a call that makes it (out, in) in float32 again."""
-    return {
-        f"{name}.weight": partial(_widely_unpacked, module.weight)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and is_packed(module.weight)
-    }
+def _eight_bits(weight: Tensor) -> list[Tensor]:
+    """Codes and the largest absolute value of each row, as LLM.int8() has them (2208.07339)."""
+    scales = weight.abs().amax(1)
+    factors = torch.where(scales > 0, 127 / scales, 0)
+    return [(weight * factors[:, None]).round().to(torch.int8), scales]
+
+
+def is_packed(layer: nn.Module) -> bool:
+    """Whether a layer's weight is in fewer bits than it computes with."""
+    return isinstance(layer, PackedLinear)
+
+
+def unpacked(layer: nn.Linear) -> Tensor:
+    """A layer's weight (out, in)."""
+    return layer.unpacked() if isinstance(layer, PackedLinear) else layer.weight
+
+
+def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
+    """The packed layers of a model, by the names of their weights."""
+    named = model.named_modules()
+    return {f"{name}.weight": one for name, one in named if isinstance(one, PackedLinear)}

@@ -19,6 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from vlmpack.backends.boxes import SCALES, Kind, ReadSlice, TensorSlice, whole
 from vlmpack.backends.hf.deferred import Deferred, read_box
+from vlmpack.backends.hf.frozen import packed_layers
 from vlmpack.backends.hf.model import PackedLM
 from vlmpack.backends.hf.optimizer import moments_of, start_moments
 from vlmpack.distributed import Ranks
@@ -194,31 +195,26 @@ def _fill_boxes(value: Tensor, box: Tensor | None) -> None:
 
 
 def whole_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of all parameters, before they are sharded; of 4-bit ones as they were."""
+    """Names and shapes of all parameters, before they are sharded; of packed ones as they were."""
+    packed = packed_layers(model)
     for name, parameter in model.named_parameters():
-        packed = getattr(parameter, "quant_state", None)
-        yield name, tuple(parameter.shape if packed is None else packed.shape)
+        yield name, packed[name].shape if name in packed else tuple(parameter.shape)
 
 
 def whole_state(model: Any, *, keep: bool) -> dict[str, Tensor]:
-    """Every tensor of a model, whole, on CPU, 4-bit weights unpacked. Collective for shards.
+    """Every tensor of a model, whole, on CPU, packed weights unpacked. Collective for shards.
 
     Args:
         keep: whether this rank keeps them; the others get an empty dict.
     """
-    from vlmpack.backends.hf.frozen import unpacked_weights
-
     state: dict[str, Tensor] = {}
-    unpacked = unpacked_weights(model)
+    packed = packed_layers(model)
     for name, value in model.state_dict().items():
-        layer = name.partition(".base_layer.weight")[0] + ".base_layer.weight"
-        if layer in unpacked and name != layer:
-            continue  # how the packed weight is scaled
-        if name in unpacked:
-            value = unpacked[name]()
         # Collective for shards: every rank takes part, one keeps it.
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if keep:
+            if name in packed:
+                whole = packed[name].unpacked(whole).float()
             # A frozen matrix may lie in bfloat16; what is merged into it is float32.
             wide = torch.float32 if whole.dtype is torch.bfloat16 else whole.dtype
             state[name] = whole.detach().to("cpu", wide, copy=True)

@@ -104,7 +104,7 @@ def _drawn(
         # One number in the shape of a weight: peft puts adapters where a weight is.
         shaped = torch.zeros(()).expand(linear.weight.shape)
         linear.weight = nn.Parameter(shaped, requires_grad=False)
-    add_adapters(skeleton, paths, policy, device=torch.device("cpu"), compute_dtype=torch.float32)
+    add_adapters(skeleton, paths, policy, device=torch.device("cpu"))
     drawn = {
         name: parameter.detach()
         for name, parameter in skeleton.named_parameters()
