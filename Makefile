@@ -20,7 +20,7 @@ export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 # With it pytest rewrites every test file in each process, and each run of a test compiles the package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-rest test-megatron soak-megatron test-all kernels references megatron torch-next test-map soak faults soak-faults reliability lint format families families-sweep walk bench growth operators gpu-table docs reference-pages assets clean help
+.PHONY: servers install demo test test-rest test-megatron soak-megatron test-all kernels references megatron torch-next test-map soak faults soak-faults reliability lint format families families-sweep walk bench growth operators gpu-table docs reference-pages assets clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -145,6 +145,14 @@ families: $(STAMP)  ## write the table of model families into docs/families.md
 families-sweep: $(STAMP)  ## try every class of transformers anew (tools/sweep), then write the table
 	$(BIN)/python -m tools.sweep.run
 	$(BIN)/python -m vlmpack families --into docs/families.md
+
+WHEEL = $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.12
+servers: $(STAMP)  ## read from vLLM's wheel which names of exports it takes, into tools/servers/facts.json (340 MB, removed)
+	rm -rf .servers && mkdir .servers
+	$(WHEEL) --platform manylinux_2_28_x86_64 --dest .servers vllm==0.33.0
+	PYTHONPATH=.:tests $(BIN)/python -m support.exported_names .servers/exports
+	$(BIN)/python -m tools.servers.run .servers/exports .servers/*.whl $(if $(CHECK),--check)
+	rm -rf .servers
 
 operators: $(STAMP)  ## launches, bytes and predicted time of a GPU's step, on a machine without one
 	$(BIN)/python benchmarks/operators.py
