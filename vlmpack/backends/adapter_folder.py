@@ -65,12 +65,15 @@ class AdapterFolder:
         tensors: by the names of their parameters, those of peft's layers included.
         layers: adapted layers by their names, each with its name in the file.
         start: of PiSSA and OLoRA, as `tensors`; empty where nothing is subtracted.
+        tied: second names of the model's shared parameters, each with the name of the parameter
+            that it shares.
     """
 
     config: AdapterConfig
     tensors: Mapping[str, StoredTensor]
     layers: Mapping[str, str]
     start: Mapping[str, StoredTensor]
+    tied: Mapping[str, str]
 
     @classmethod
     def open(cls, folder: Path, model: Any) -> AdapterFolder:
@@ -100,7 +103,7 @@ class AdapterFolder:
             raise ModelError(
                 f"{config.start} has other adapters than {folder}; expected these as they started"
             )
-        return cls(config, tensors, layers, start)
+        return cls(config, tensors, layers, start, model.all_tied_weights_keys)
 
     @staticmethod
     def _stored(folder: Path, newer: Callable[[str], str]) -> dict[str, StoredTensor]:
@@ -162,9 +165,16 @@ class AdapterFolder:
         return tensors
 
     def peft_settings(self) -> Mapping[str, Any]:
-        """The config, with each layer by its name where it has another one or rank in the file."""
+        """The config, with each layer by its name where it has another one or rank in the file.
+
+        So it is where the layers are guessed from the file, as Megatron-Bridge does: other modules
+        may have the same ends.
+        """
         values = dict(self.config.values)
-        if not self.start and all(one == other for one, other in self.layers.items()):
+        if self.config.residual is not None:
+            values["init_lora_weights"] = True
+        same = not self.start and all(one == other for one, other in self.layers.items())
+        if values.get("target_parameters") or (same and "layers_to_transform" in values):
             return values
         return {
             **values,
@@ -181,19 +191,13 @@ class AdapterFolder:
         shapes: Mapping[str, tuple[int, ...]],
         policy: TrainingPolicy,
         paths: ModulePaths,
-        tied: Mapping[str, str],
     ) -> None:
         """Check that each tensor has its trained parameter, and each adapter its tensors.
-
-        Args:
-            tied: second names of shared parameters, each with the name of the parameter that it
-                shares.
 
         Raises:
             ModelError: they do not fit. The message says what differs and what to set.
         """
-        own = {name for name in self.tensors if tied.get(name) not in shapes}
-        self._check_ties(shapes, tied)
+        own = {name for name in self.tensors if self.tied.get(name) not in shapes}
         missing = sorted(name for name in shapes if is_adapter(name) and name not in own)
         unexpected = sorted(own - shapes.keys())
         if full := [name for name in unexpected if not is_adapter(name)]:
@@ -203,6 +207,8 @@ class AdapterFolder:
                 f"({first(full)}), but trainable.{component} is {policy.mode(component)}. Use "
                 "full there, or merge the adapters first: vlmpack merge"
             )
+        if partly := [name for name in missing if _layer(name) in self.layers]:
+            raise ModelError(f"{self.folder} has adapters without a tensor: {first(partly)}")
         if missing or unexpected:
             found = sorted({_layer(name).rpartition(".")[2] for name in own if is_adapter(name)})
             only = [
@@ -229,16 +235,16 @@ class AdapterFolder:
                     "use that of the folder in trainable.lora.alpha_pattern"
                 )
 
-    def _check_ties(self, shapes: Mapping[str, object], tied: Mapping[str, str]) -> None:
-        """Weights that the model ties and a run trains are the same in the folder."""
+    def check_ties(self) -> None:
+        """Raise ModelError if weights that the model ties are not the same here."""
         if self.config.values.get("ensure_weight_tying"):
             return
-        for one, other in tied.items():
+        for one, other in self.tied.items():
             held = [self.tensors[name] for name in (one, other) if name in self.tensors]
-            if other in shapes and held and not (len(held) == 2 and _same(*held)):
+            if held and not (len(held) == 2 and torch.equal(*map(_whole, held))):
                 raise ModelError(
-                    f"{self.folder} holds {other} as it is no longer tied to {one}, and the model "
-                    "ties them. Merge the adapters first: vlmpack merge"
+                    f"{self.folder} holds {held[0].name} no longer tied, and the model ties {one} "
+                    f"to {other}. Merge the adapters first: vlmpack merge"
                 )
 
     def read(self, kind: Kind, box: TensorSlice) -> Tensor | None:
@@ -321,10 +327,6 @@ def _read(stored: StoredTensor, index: tuple[slice, ...]) -> Tensor:
 
 def _whole(stored: StoredTensor) -> Tensor:
     return _read(stored, tuple(slice(0, size) for size in stored.shape))
-
-
-def _same(one: StoredTensor, other: StoredTensor) -> bool:
-    return torch.equal(_whole(one), _whole(other))
 
 
 def _layer(name: str) -> str:

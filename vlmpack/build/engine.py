@@ -86,10 +86,7 @@ def with_adapter_layers(recipe: Recipe) -> Recipe:
     every = recipe.trainable.model_copy(update={"lora": LoraSection()})
     policy = TrainingPolicy(trainable=every, optim=recipe.optim)
     linear = adapter_targets(model, paths, policy)
-    try:
-        stored = AdapterFolder.open(Path(folder), model)
-    except ModelError as error:
-        raise ModelError(f"model.adapter: {error}") from error
+    stored = _adapters_for(Path(folder), model)
     if others := sorted(stored.layers.keys() - set(linear)):
         component = component_of(others[0], paths)
         raise ModelError(
@@ -97,10 +94,10 @@ def with_adapter_layers(recipe: Recipe) -> Recipe:
             f"a component with mode lora that gets one (trainable.{component} is "
             f"{policy.mode(component)}). Use lora there, or merge them first: vlmpack merge"
         )
-    tied = model.all_tied_weights_keys
-    in_full = {name for name in stored.tensors if ".lora_" not in name}
-    in_full |= {one for one, other in tied.items() if other in in_full}
-    modules = {name.rpartition(".")[0] for name in in_full}
+    modules = set(stored.in_full)
+    for pair in model.all_tied_weights_keys.items():
+        both = {name.rpartition(".")[0] for name in pair}
+        modules |= both if both & modules else set()
     rest = [name for name in linear if name not in stored.layers]
     changes = {
         "targets": _ends(stored.layers, rest) if rest else "all-linear",
@@ -122,7 +119,8 @@ def _ends(names: Iterable[str], others: Iterable[str]) -> list[str]:
     ends: dict[str, None] = {}
     for name in names:
         parts = name.split(".")
-        tails = (".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1))
+        starts = (at for at in reversed(range(len(parts))) if not parts[at].isdigit())
+        tails = (".".join(parts[start:]) for start in starts)
         taken = (end for end in tails if not any(f".{each}".endswith(f".{end}") for each in others))
         ends[next(taken)] = None
     return sorted(ends)
@@ -273,9 +271,22 @@ def open_adapter(folder: Path, policy: TrainingPolicy, encoder: Encoder) -> Adap
     trained = {
         name: shape for name, shape in shapes.items() if policy.trains_parameter(name, paths)
     }
+    stored = _adapters_for(folder, model)
+    try:
+        stored.check(trained, policy, paths)
+    except ModelError as error:
+        raise ModelError(f"model.adapter: {error}") from error
+    return stored
+
+
+def _adapters_for(folder: Path, model: Any) -> AdapterFolder:
+    """The adapters of `model.adapter` for a model; raises ModelError."""
+    from vlmpack.backends.hf.adapters import peft_config
+
     try:
         stored = AdapterFolder.open(folder, model)
-        stored.check(trained, policy, paths, model.all_tied_weights_keys)
+        stored.check_ties()
+        peft_config(stored)
     except ModelError as error:
         raise ModelError(f"model.adapter: {error}") from error
     return stored

@@ -35,6 +35,9 @@ _UNKNOWN_HERE = {
     "fan_in_fan_out": "weights that lie the other way round",
     "target_parameters": "adapters of parameters, which are no linear layers",
     "trainable_token_indices": "rows of embeddings",
+    **dict.fromkeys(
+        ("kasa_config", "monteclora_config", "use_bdlora", "velora_config"), "a variant of LoRA"
+    ),
 }
 
 
@@ -75,6 +78,8 @@ class AdapterConfig:
         values = self.values
         if values.get("peft_type") != "LORA":
             return f"its peft_type is {values.get('peft_type')!r}; expected LORA"
+        if "swift_type" in values:
+            return "it is in ms-swift's own format; expected peft's (swift export --to_peft_format)"
         init = values.get("init_lora_weights")
         changes = isinstance(init, str) and init.lower().startswith(_CHANGE_THE_BASE)
         if changes and not (self.start or self.residual):

@@ -277,7 +277,7 @@ HOSTILE = {
         tensors_changed(
             lambda held, name: held | {name.replace("_A.", "_A.default."): 2 * held[name]}
         ),
-        r"has 25 tensors for 24 of the model's; expected one for each \(base_model.*lora_A.weight",
+        r"has 25 tensors for 24 of the model's; expected one for each \(model\..*lora_A.default",
     ),
     "integers": (
         tensors_changed(lambda held, name: held | {name: (100 * held[name]).long()}),

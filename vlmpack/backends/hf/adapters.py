@@ -405,7 +405,7 @@ def untie(model: nn.Module) -> None:
 
 def _adapted(model: Any, folder: Path) -> Any:
     """peft's model with the adapters of a folder; raises ModelError."""
-    from peft import PeftConfig, PeftModel, set_peft_model_state_dict
+    from peft import PeftModel, set_peft_model_state_dict
     from safetensors.torch import load_file
 
     stored, path = AdapterFolder.open(folder, model), weights_file(folder)
@@ -414,17 +414,15 @@ def _adapted(model: Any, folder: Path) -> Any:
     integers = {
         PREFIX + name for name, value in model.named_buffers() if not value.is_floating_point()
     }
+    settings = peft_config(stored)
     try:
         tensors = stored.peft_tensors(load_file(str(path)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of missing names, which are reported below
-            # A setting that this version of peft does not know must not be dropped.
-            warnings.filterwarnings("error", "Unexpected keyword arguments", UserWarning)
-            made: Any = PeftConfig
-            adapted = PeftModel(model, made.from_peft_type(**stored.peft_settings()))
+            adapted = PeftModel(model, settings)
             loaded: Any = set_peft_model_state_dict(adapted, tensors)
     except Exception as error:  # of anything: settings and tensors are whatever the folder says
-        raise ModelError(f"{folder}: its adapters do not fit the model: {_said(error)}") from error
+        raise _misfit(folder, error) from error
     filled = len(adapted.state_dict()) - len(loaded.missing_keys)
     misfits = {
         "without a place in the model": sorted(loaded.unexpected_keys),
@@ -445,6 +443,28 @@ def _adapted(model: Any, folder: Path) -> Any:
             f"({first(sorted(twice(plain))) or 'under an older name and a newer one'})"
         )
     return adapted
+
+
+def peft_config(stored: AdapterFolder) -> Any:
+    """peft's config of an adapter folder.
+
+    Raises:
+        ModelError: a setting or a value that the installed peft does not know.
+    """
+    from peft import PeftConfig
+
+    made: Any = PeftConfig
+    try:
+        with warnings.catch_warnings():
+            # A setting that this version does not know must not be dropped.
+            warnings.filterwarnings("error", "Unexpected keyword arguments", UserWarning)
+            return made.from_peft_type(**stored.peft_settings())
+    except Exception as error:
+        raise _misfit(stored.folder, error) from error
+
+
+def _misfit(folder: Path, error: Exception) -> ModelError:
+    return ModelError(f"{folder}: its adapters do not fit the model: {_said(error)}")
 
 
 def _without_bias(adapted: Any) -> list[str]:
