@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.exports import export_run
 from support.recipes import changed, rows, run_settings
 from support.shards import TINY_MODEL
+from support.stock import load_stock
 from typer.testing import CliRunner
 
 from vlmpack.api import resolve, run_recipe
 from vlmpack.cli.app import app
 from vlmpack.errors import CapabilityError, ModelError, Preempted, RunIdentityError, VlmpackError
+from vlmpack.recipe import load_recipe
 from vlmpack.run import session as session_module
 from vlmpack.run import splits
 from vlmpack.run.card import CARD
@@ -152,6 +155,53 @@ def test_targets_are_looked_for_before_any_data_is_read(tmp_path, monkeypatch):
     )
     with pytest.raises(CapabilityError, match=r"'q_poj'; there are .*q_proj"):
         run_recipe(resolve(settings, {}))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_run_goes_on_with_adapters_that_its_recipe_does_not_describe(tmp_path):
+    """It is resumed, and exported without them."""
+    torch.manual_seed(0)
+    model = get_peft_model(
+        load_stock(TINY_MODEL),
+        LoraConfig(
+            r=4,
+            target_modules=["q_proj", "down_proj"],
+            layers_to_transform=[1, 3],
+            layers_pattern="layers",
+            rank_pattern={"layers.3.self_attn.q_proj": 2},
+            alpha_pattern={"down_proj": 3},
+            modules_to_save=["input_layernorm"],
+            init_lora_weights=False,
+        ),
+    )
+    adapter = tmp_path / "adapter"
+    model.save_pretrained(str(adapter))
+    settings = changed(
+        run_settings(tmp_path),
+        model__adapter=str(adapter),
+        training__max_steps=2,
+        trainable={"vision": "frozen", "projector": "frozen", "language": "lora"},
+        checkpoint__interval_steps=1,
+        export__enabled=True,
+    )
+    run_recipe(resolve(settings, {}))
+    run = Path(settings["run_dir"])
+    lora = load_recipe(run / "recipe.yaml").trainable.lora
+    ends = ("layers.1.mlp.down_proj", "layers.1.self_attn.q_proj")
+    assert lora.targets == (*ends, *(end.replace("1", "3") for end in ends))
+    assert (lora.rank, lora.alpha, len(lora.modules_to_save)) == (4, 8, 4)
+    assert {*lora.rank_pattern.values()} == {2} and {*lora.alpha_pattern.values()} == {3}
+    run_recipe(resolve(changed(settings, training__max_steps=3), {}))
+    assert [step for (step,) in rows(run, "step")] == [1, 2, 3]
+    held = load_file(str(run / "adapter" / "adapter_model.safetensors"))
+    begun = load_file(str(adapter / "adapter_model.safetensors"))
+    assert held.keys() == begun.keys()
+    assert all(held[name].shape == value.shape for name, value in begun.items())
+    assert all(not torch.equal(held[name], value) for name, value in begun.items())
+    shutil.rmtree(adapter)
+    exported = export_run(run, merge=True, out=tmp_path / "out").folder
+    assert same(exported, run / "export", "model.safetensors")
 
 
 @pytest.mark.soak

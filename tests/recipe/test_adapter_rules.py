@@ -107,6 +107,7 @@ def test_adapters_without_a_component_or_with_a_reference_without_them(tmp_path:
 def test_a_folder_that_cannot_be_read_is_left_to_the_launch(tmp_path: Path) -> None:
     settings = changed(MINIMAL, model__adapter=str(tmp_path / "none"), trainable__language="lora")
     assert load_recipe(settings).model.adapter == str(tmp_path / "none")
+    assert load_recipe(settings).trainable.lora.targets == "adapter"
     with pytest.raises(RecipeError, match="none, but no component has mode lora"):
         load_recipe(changed(settings, trainable__language="full"))
     with pytest.raises(RecipeError, match=r"model\.adapter: 's3://' addresses are for shards"):
@@ -124,7 +125,8 @@ def test_a_relative_folder_starts_where_the_recipe_is_checked(tmp_path: Path) ->
 
 
 def test_adapters_are_of_a_runs_identity() -> None:
-    plain = changed(MINIMAL, trainable__language="lora")
+    lora = {"targets": "all-linear"}
+    plain = changed(MINIMAL, trainable__language="lora", trainable__lora=lora)
     ours, others = (
         identity(load_recipe(changed(plain, model__adapter=at))) for at in ("one", "two")
     )

@@ -247,10 +247,11 @@ def _add_adapter_settings(document: Document, base_dir: str | os.PathLike[str] |
     if not isinstance(folder, str) or not isinstance(trainable, dict):
         return
     lora, adapter = trainable.get("lora"), read_adapter_config(folder, base_dir)
-    used = "lora" in trainable.values() and isinstance(lora, dict | None)
-    if used and adapter is not None and adapter.refusal is None:
-        said = {**dict(adapter.settings()), "targets": "adapter"}
-        trainable["lora"] = {**said, **(lora or {})}
+    if "lora" in trainable.values() and isinstance(lora, dict | None):
+        said: dict[str, object] = {"targets": "adapter"}
+        if adapter is not None and adapter.refusal is None:
+            said |= dict(adapter.settings())
+        trainable["lora"] = said | (lora or {})
 
 
 def _typed(document: Document) -> tuple[Recipe | None, dict[str, object], list[Problem]]:

@@ -26,9 +26,17 @@ from vlmpack.distributed import Ranks, start_process_group, stop_process_group
 from vlmpack.encode import Encoder
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
-KINDS: dict[str, dict[str, Any]] = {"plain": {}, "dora": {"dora": True}, "half": {"dora": True}}
-"""The last is in bfloat16: FSDP2 then gathers matrices and magnitudes in it."""
-TOLERANCES = {"plain": 1e-5, "dora": 1e-5, "half": 2e-2}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dora": {"dora": True},
+    "half": {"dora": True},
+    "in full": {
+        "rank_pattern": {"q_proj": 2},
+        "modules_to_save": ("embed_tokens", "lm_head", "input_layernorm"),
+    },
+}
+"""`half` is in bfloat16: FSDP2 then gathers matrices and magnitudes in it."""
+TOLERANCES = {"plain": 1e-5, "dora": 1e-5, "half": 2e-2, "in full": 1e-5}
 
 
 def steps(kind: str, sharding: Any, ranks: Ranks) -> list[list[float]]:

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.engines import make_engine, single_rank
 from support.families import tiny_family_folder
 from support.peft_models import peft_model
 from support.recipes import MINIMAL, changed
-from support.shards import mixed_samples
+from support.shards import ROOT, mixed_samples
 from support.stock import StockProcessor, load_stock
 
 from vlmpack.backends import adapter_folder
@@ -231,6 +231,8 @@ FORMS = {
         change=QWEN2),
     "LLaMA-Factory: additional_target": Form(LF, {"target_modules": INNER,
         "modules_to_save": ["embed_tokens"]}, refused=UNTIED),
+    "LLaMA-Factory: additional_target, untied": Form(LF, {"target_modules": INNER,
+        "modules_to_save": ["embed_tokens"]}, "llava_onevision", modes=SEEN),
     "LLaMA-Factory: llama pro": Form(LF, {"target_modules": [f"{LAYERS}.2.mlp.up_proj"],
         "use_rslora": True}),
     "LLaMA-Factory: pissa_init": Form(LF_PISSA, {**PISSA, "init_lora_weights": "pissa_niter_4"},
@@ -395,6 +397,41 @@ def test_adapters_of_a_trainer_are_what_peft_runs_or_are_refused(base_of, tmp_pa
         assert re.search(why["go on"], said_by(lambda: gone_on(base, adapter, form.modes)))
 
 
+def named_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Of the trained parameters, under peft's names without its wrappers."""
+    return {
+        name.removeprefix(PREFIX).replace(".modules_to_save.default", ""): parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.grad is not None
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["peft: patterns", "TRL: modules_to_save", "Axolotl: layers"])
+def test_gradients_are_those_of_pefts_model(base_of, tmp_path, name):
+    """Of adapters and of modules in full; each has one, and no other weight has."""
+    form = FORMS[name]
+    base = base_of(form.family)
+    adapter, _ = written(form, base, tmp_path / "adapter")
+    arguments = StockProcessor(base)(mixed_samples()[0]).arguments()
+
+    def gradients(model: Any) -> dict[str, torch.Tensor]:
+        found = model.eval()(**arguments).logits
+        draw = torch.Generator().manual_seed(1)
+        (found * torch.randn(found.shape, generator=draw)).sum().backward()
+        return named_gradients(model)
+
+    trained = PeftModel.from_pretrained(load_stock(base), str(adapter), is_trainable=True)
+    theirs = gradients(trained)
+    with gone_on(base, adapter, form.modes).generation() as model, torch.enable_grad():
+        ours = gradients(model)
+    assert ours.keys() == theirs.keys() and len(ours) > 3
+    for key, value in theirs.items():
+        assert (ours[key] - value).norm() <= 1e-5 * value.norm(), key
+        assert value.any(), key
+
+
 def plain_alpha(monkeypatch):
     """A pattern of scales that nobody reads."""
     monkeypatch.setattr(AdapterConfig, "alpha_of", lambda self, _: self.values["lora_alpha"])
@@ -483,6 +520,14 @@ def test_a_recipe_that_names_others_is_told(base_of, tmp_path, lora, said) -> No
     adapter, _ = written(form, base, tmp_path / "adapter")
     found = said_by(lambda: gone_on(base, adapter, LANGUAGE, **lora))
     assert re.search(said, found)
+
+
+def test_the_page_has_the_versions_that_were_read() -> None:
+    page = (ROOT / "docs/trainable.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in page.splitlines()]
+    read = {row[0]: row[1] for row in rows if len(row) == 2}
+    for name, form in FORMS.items():
+        assert read[name.partition(":")[0]] == form.source.split(",")[0].split()[1], name
 
 
 def test_there_are_forty_forms_of_seven_trainers() -> None:

@@ -107,7 +107,7 @@ CASES = {
     "one, dora": Case(LAYOUTS["one"], "dora"),
     "one, tower": Case(LAYOUTS["one"], "tower"),
     "one, some": Case(LAYOUTS["one"], "some"),
-    "one, patterns": Case(LAYOUTS["one"], "patterns"),
+    "one, patterns": Case(LAYOUTS["one"], "patterns", begun=True),
     "tp2": Case(LAYOUTS["tp2"]),
     "tp2-sp": Case(LAYOUTS["tp2-sp"]),
     "cp2": Case(LAYOUTS["cp2"]),
