@@ -259,6 +259,22 @@ def test_a_tiny_model_of_a_family_verifies(name, tmp_path):
     ]
 
 
+@pytest.mark.slow
+def test_adapters_of_one_layer_have_a_place_in_a_tiny_model(tmp_path):
+    """A folder of adapters names layers that the tiny model has not."""
+    lora = {"targets": ["layers.3.self_attn.q_proj"], "modules_to_save": ["layers.3.mlp"]}
+    recipe = recipe_for(
+        tiny_family_folder("qwen3_vl", tmp_path / "whole"),
+        run_dir=str(tmp_path / "run"),
+        trainable={"vision": "frozen", "projector": "frozen", "language": "lora", "lora": lora},
+    )
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe.model_dump(mode="json", exclude_defaults=True)))
+    done = run(path, "-k", 2, "--tiny")
+    assert done.exit_code == 0, done.output
+    assert "gradients: adapters" in done.stdout
+
+
 # Parallel layouts
 
 

@@ -29,6 +29,7 @@ import accelerate
 import torch
 
 from vlmpack.activity import ACTIVITY
+from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.build.data import DataSpec, build_encoder, data_spec, open_split
 from vlmpack.build.engine import EngineSpec, check_model, compute_dtype, engine_spec
 from vlmpack.build.run import resolve_date
@@ -312,13 +313,24 @@ def verify_tiny(
         model = engine.model.model_copy(update={"path": str(folder)})
         verification = _verify_folder(
             replace(data, encoder=encoder),
-            replace(engine, encoder=encoder, model=model),
+            replace(engine, encoder=encoder, model=model, policy=_of_any_layer(engine.policy)),
             objective,
             options,
         )
     return Verification(
         checks=verification.checks, facts=verification.facts | {"model": engine.model.path}
     )
+
+
+def _of_any_layer(policy: TrainingPolicy) -> TrainingPolicy:
+    """The policy with adapters by the last part of names, as a tiny model has few layers."""
+    lora = policy.trainable.lora
+    targets, modules = (
+        each if isinstance(each, str) else tuple({name.rpartition(".")[2] for name in each})
+        for each in (lora.targets, lora.modules_to_save)
+    )
+    lora = lora.model_copy(update={"targets": targets, "modules_to_save": modules})
+    return replace(policy, trainable=policy.trainable.model_copy(update={"lora": lora}))
 
 
 def _verify_folder(
