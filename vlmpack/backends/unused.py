@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vlmpack.capabilities.config import is_prediction
@@ -21,6 +20,7 @@ from vlmpack.capabilities.folder import read_config
 from vlmpack.errors import as_model_error
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.load import load_shapes
+from vlmpack.model_folder.quantised import dense_headers
 from vlmpack.model_folder.safetensors_read import StoredTensor
 from vlmpack.model_folder.weights import stored_tensors, weight_files
 from vlmpack.words import counted
@@ -71,7 +71,7 @@ def load_by_headers(folder: Path) -> Loaded:
         CapabilityError: no family serves its model_type.
     """
     stored = [tensor for path in weight_files(folder) for tensor in stored_tensors(path)]
-    headers = {tensor.name: Header(torch.empty(tensor.shape, device="meta")) for tensor in stored}
+    headers = {name: Header(tensor) for name, tensor in dense_headers(folder).items()}
     auto_class = family_of(folder).auto_class()
     failed = as_model_error(f"model.path: {folder} cannot be loaded", OSError, ValueError, KeyError)
     try:
@@ -80,7 +80,7 @@ def load_by_headers(folder: Path) -> Loaded:
     except (NotImplementedError, RuntimeError):  # the remaining tensors were not asked for
         config = read_config(folder)
         return Loaded({}, tuple(tensor for tensor in stored if is_prediction(tensor.name, config)))
-    return Loaded(info, tuple(tensor for tensor in stored if not headers[tensor.name].asked))
+    return Loaded(info, tuple(x for x in stored if x.name in headers and not headers[x.name].asked))
 
 
 def stems(names: Iterable[str]) -> list[str]:

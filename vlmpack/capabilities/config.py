@@ -70,37 +70,56 @@ def prediction_entries(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-TRAINABLE_METHOD = "bitsandbytes"
-"""The method whose layers pass gradients to adapters, under engine hf."""
 _KEYS = ("quantization_config", "compression_config")
 """What config.json calls the section; the second is that of earlier compressed-tensors."""
 
 
 def quantised_refusal(config: Mapping[str, object]) -> str | None:
-    """Why the weights of a folder cannot be trained. None for dense weights, and for those that
-    bitsandbytes packed.
-
-    Other methods hold integers, or floats of 8 bits with separate scales. Their kernels are for
-    inference. Some return no gradient, and none supports an optimizer's step.
+    """Why the weights of a folder cannot be read. None for dense weights, and for those whose codes
+    `model_folder.quantised` unpacks.
     """
-    for method in _methods(config):
-        if method != TRAINABLE_METHOD:
+    for method, section in quantised_sections(config):
+        found = _unknown_scheme(method, section)
+        if found is not None:
             return (
-                f"its weights are quantised by {method} (quantization_config). vlmpack trains "
-                f"dense weights, or adapters with those of {TRAINABLE_METHOD}. Expected the model "
-                "that it was made from, often named without the suffix. "
-                "trainable.lora.quantize: nf4 holds frozen weights in 4 bits"
+                f"its weights are quantised by {found} (quantization_config), which is not read. "
+                "Expected the model that it was made from, often named without the suffix. "
+                "trainable.lora.quantize: nf4 or int8 holds frozen weights in few bits"
             )
     return None
 
 
-def _methods(config: Mapping[str, object]) -> Iterator[str]:
+def _unknown_scheme(method: str, section: Mapping[str, Any]) -> str | None:
+    """The name of a scheme that is not read."""
+    if method == "compressed-tensors":
+        groups = section.get("config_groups")
+        weights = [
+            each.get("weights") or {} if isinstance(each, Mapping) else {}
+            for each in (groups.values() if isinstance(groups, Mapping) else [{}])
+        ]
+        said = section.get("format")
+        kinds = {f"{each.get('type')} of {each.get('num_bits')} bits" for each in weights}
+        if said != "pack-quantized":
+            return f"{method} in the format {said!r}"
+        if kinds not in ({"int of 4 bits"}, {"int of 8 bits"}):
+            return f"{method} with weights of {' and '.join(sorted(kinds))}"
+        ordered = [each.get("actorder") for each in weights]
+        return f"{method} with actorder: group" if "group" in ordered else None
+    return None if method in ("bitsandbytes", "fp8") else method
+
+
+def quantised_sections(
+    config: Mapping[str, object],
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The method and the section of each quantisation that a config.json names, once each."""
+    seen: list[object] = []
     for values in (config, language_config(config)):
         for key in _KEYS:
             section = values.get(key)
-            if isinstance(section, Mapping):
-                packed = section.get("load_in_4bit") or section.get("load_in_8bit")
-                method = section.get("quant_method") or (TRAINABLE_METHOD if packed else "")
-                yield str(getattr(method, "value", method)) or "an unnamed method"
-            elif section is not None:
-                yield "an unnamed method"
+            if section is None or section in seen:
+                continue
+            seen.append(section)
+            known: Mapping[str, Any] = section if isinstance(section, Mapping) else {}
+            packed = known.get("load_in_4bit") or known.get("load_in_8bit")
+            method = known.get("quant_method") or ("bitsandbytes" if packed else "")
+            yield str(getattr(method, "value", method)) or "an unnamed method", known

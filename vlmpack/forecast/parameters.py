@@ -18,6 +18,7 @@ from typing import Any, Literal
 from vlmpack.capabilities.config import is_prediction
 from vlmpack.errors import ModelError
 from vlmpack.families.configs import whole_config
+from vlmpack.model_folder.quantised import dense_headers, is_quantised
 from vlmpack.model_folder.safetensors_read import tensors_of
 from vlmpack.model_folder.weights import weight_files
 from vlmpack.whole_file import read_json
@@ -343,8 +344,11 @@ def read_sizes(folder: Path) -> ModelSizes | None:
         return None
     paths = weight_files(folder)  # not all there are: some folders hold the weights twice
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in paths:
-        shapes.update(read_shapes(path))
+    if is_quantised(folder):
+        shapes = {name: tuple(tensor.shape) for name, tensor in dense_headers(folder).items()}
+    else:
+        for path in paths:
+            shapes.update(read_shapes(path))
     return _of_folder(shapes, folder, f"{len(paths)} safetensors header{'s'[: len(paths) > 1]}")
 
 

@@ -12,6 +12,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from vlmpack.backends.policy import (
     ComponentCount,
     TrainingPolicy,
@@ -22,7 +24,7 @@ from vlmpack.backends.policy import (
 from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError
 from vlmpack.forecast.parameters import ModelSizes, block_of
-from vlmpack.model_folder.weights import stored_tensors, weight_files
+from vlmpack.model_folder.quantised import dense_headers, is_quantised
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recipe.trainable import (
     BLOCK,
@@ -159,8 +161,9 @@ def copy_bytes(
     wide = sizes.embedding + sizes.vectors
     if trained.dora and not mcore:  # norms are taken of weights that bfloat16 has not exactly
         wide = sizes.parameters - sizes.experts - trained.narrow
-    narrow = (2 if model.dtype == "bfloat16" else 4) * (sizes.parameters - wide)
-    return narrow + 4 * (wide + (0 if mcore else trained.adapters))
+    packed = trained.packed[0]
+    narrow = (2 if model.dtype == "bfloat16" else 4) * (sizes.parameters - wide - packed.weights)
+    return narrow + packed.bytes + 4 * (wide + (0 if mcore else trained.adapters))
 
 
 def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
@@ -173,21 +176,24 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
     is_all = all(policy.mode(component) == "full" for component in COMPONENTS)
     if is_all and policy.optim.facts.is_torchs and not policy.optim.rounds:
         return EVERY_WEIGHT
-    from vlmpack.backends.hf.adapters import adapter_shapes, adapter_targets
+    from vlmpack.backends.hf.adapters import adapter_shapes, adapter_targets, held_layers
     from vlmpack.backends.hf.frozen import Packing
+    from vlmpack.backends.hf.load import deferred_model
     from vlmpack.backends.skeleton import model_skeleton
 
     paths = encoder.family.modules
     model = model_skeleton(encoder.family.auto_class(), encoder.folder)
     base = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
     added: list[tuple[str, tuple[int, ...]]] = []
-    packed = NO_PACKED, NO_PACKED
+    packings: dict[str, Packing] = {}
+    if is_quantised(encoder.folder):
+        held = held_layers(deferred_model(encoder.folder), paths, policy)
+        packings |= {name: packing for name, (packing, _) in held.items()}
     if policy.lora is not None:
         targets = adapter_targets(model, paths, policy)
         added = list(adapter_shapes(model, targets, policy.lora))
         if policy.lora.quantize != "none":
-            shapes = {name: tuple(model.get_submodule(name).weight.shape) for name in targets}
-            packed = _packed(shapes, Packing(kind=policy.lora.quantize))
+            packings |= dict.fromkeys(targets, Packing(kind=policy.lora.quantize))
     assert all(is_adapter(name) for name, _ in added)
     trained = [shape for name, shape in chain(base, added) if policy.trains_parameter(name, paths)]
     moments = MomentSizes.of(policy.optim.facts, trained)
@@ -204,7 +210,7 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
             break
         before_graph += count.parameters
         in_front.add(count.component)
-    narrow = _narrow(model, policy, encoder)
+    narrow = _narrow(model, policy, encoder, packings)
     images = [own[name] for name in ("vision", "projector") if name in own]
     counts = tuple(count_components(chain(base, added), policy, paths))
     adapters = {one.component: one.parameters for one in count_components(added, policy, paths)}
@@ -218,7 +224,7 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
         adapters=sum(adapters.values()),
         tower_adapters=sum(adapters.values()) - adapters.get("language", 0),
         cut_adapters=sum(prod(shape) for name, shape in language if _is_cut(name)),
-        packed=packed,
+        packed=_packed(model, packings),
         before_graph=before_graph,
         narrow=sum(narrow.values()),
         rounded=rounded,
@@ -228,16 +234,15 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
     )
 
 
-def _packed(
-    shapes: Mapping[str, tuple[int, ...]], packing: Packing
-) -> tuple[PackedSizes, PackedSizes]:
-    """Of all layers of these shapes, and of the block that has most of them."""
-    blocks: dict[str, PackedSizes] = {}
-    for name, shape in shapes.items():
+def _packed(model: Any, packings: Mapping[str, Packing]) -> tuple[PackedSizes, PackedSizes]:
+    """Of all packed layers, and of the block that has most of them."""
+    blocks: dict[str, PackedSizes] = {"": NO_PACKED}
+    for name, packing in packings.items():
+        shape = tuple(model.get_submodule(name).weight.shape)
         block, (weights, held) = block_of(name) or "", blocks.get(block_of(name) or "", NO_PACKED)
         blocks[block] = PackedSizes(weights + prod(shape), held + packing.nbytes(shape))
     whole = PackedSizes(*map(sum, zip(*blocks.values(), strict=True)))
-    blocks.pop("", None)
+    del blocks[""]
     return whole, max(blocks.values(), default=NO_PACKED)
 
 
@@ -252,23 +257,22 @@ def _rounded(model: Any, policy: TrainingPolicy, encoder: Encoder) -> int:
     return sum(parameter.numel() for parameter in {parameter for *_, parameter in found})
 
 
-def _narrow(model: Any, policy: TrainingPolicy, encoder: Encoder) -> dict[Component, int]:
+def _narrow(
+    model: Any, policy: TrainingPolicy, encoder: Encoder, packings: Iterable[str]
+) -> dict[Component, int]:
     """Frozen weights of each component that the folder, and so memory, holds in bfloat16."""
-    from vlmpack.backends.hf.adapters import adapter_targets, set_trainable
+    from vlmpack.backends.hf.adapters import set_trainable
     from vlmpack.backends.hf.frozen import frozen_matrices
 
     stored = _Stored.of(encoder.folder)
     paths = encoder.family.modules
     set_trainable(model, paths, policy)
-    quantized: set[int] = set()
-    if policy.lora is not None and policy.lora.quantize != "none":
-        names = adapter_targets(model, paths, policy)
-        quantized = {id(model.get_submodule(name).weight) for name in names}
+    packed = {id(model.get_submodule(name).weight) for name in packings}
     names_of = {id(value): name for name, value in model.named_parameters()}
     counts: dict[Component, int] = {}
     for module in frozen_matrices(model):
         weight: Any = module.weight
-        if id(weight) not in quantized:
+        if id(weight) not in packed:
             component = component_of(names_of[id(weight)], paths)
             narrow = round(weight.numel() * stored.narrow_share(tuple(weight.shape)))
             counts[component] = counts.get(component, 0) + narrow
@@ -291,7 +295,7 @@ class _Stored:
     def of(cls, folder: Path) -> _Stored:
         """By the headers of the folder's files; without files, bfloat16 or config.json's type."""
         try:
-            files = weight_files(folder)
+            stored = dense_headers(folder).values()
         except ModelError:
             config = read_json(folder / "config.json")
             inner = config.get("text_config") or {}
@@ -299,11 +303,11 @@ class _Stored:
             wide = {"float32", "float16"} & {*map(str, said)}  # published ones are in bfloat16
             return cls({}, 0.0 if wide else 1.0)
         found: dict[tuple[int, ...], tuple[int, int]] = {}
-        matrices = [x for file in files for x in stored_tensors(file) if len(x.shape) > 1]
+        matrices = [x for x in stored if x.ndim > 1]
         for tensor in matrices:
-            count, narrow = found.get(tensor.shape, (0, 0))
-            found[tensor.shape] = count + 1, narrow + (tensor.dtype == "BF16")
-        narrow = sum(tensor.dtype == "BF16" for tensor in matrices)
+            count, narrow = found.get(tuple(tensor.shape), (0, 0))
+            found[tuple(tensor.shape)] = count + 1, narrow + (tensor.dtype is torch.bfloat16)
+        narrow = sum(tensor.dtype is torch.bfloat16 for tensor in matrices)
         return cls(found, float(bool(matrices) and narrow == len(matrices)))
 
     def narrow_share(self, shape: tuple[int, ...]) -> float:

@@ -101,7 +101,7 @@ their value is a repository's name."""
 
 
 def load_config(folder: Path) -> Any:
-    """transformers' config of a folder.
+    """transformers' config of a folder, as that of dense weights.
 
     Raises:
         OSError, ValueError, KeyError: config.json is none that transformers takes.
@@ -110,7 +110,11 @@ def load_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     with _as_data(folder), buildable(folder):
-        return AutoConfig.from_pretrained(str(folder), **_AS_DATA)
+        config = AutoConfig.from_pretrained(str(folder), **_AS_DATA)
+    for section in (config, config.get_text_config()):
+        vars(section).pop("quantization_config", None)  # what is loaded is dense
+        vars(section).pop("compression_config", None)
+    return config
 
 
 def config_of(values: Mapping[str, Any]) -> Any:

@@ -87,6 +87,8 @@ DTYPES: dict[str, torch.dtype] = {
     "I64": torch.int64,
     "U8": torch.uint8,
 }
+READABLE = DTYPES | {"I32": torch.int32, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
+"""With those of codes, which quantised weights are made of."""
 
 
 def read_into(target: Tensor, stored: StoredTensor, index: tuple[slice, ...]) -> None:
@@ -100,7 +102,7 @@ def read_into(target: Tensor, stored: StoredTensor, index: tuple[slice, ...]) ->
         OSError: the file cannot be read, or ends early.
         ValueError: its header gives the tensor another number of bytes than its shape has.
     """
-    dtype = DTYPES[stored.dtype]
+    dtype = READABLE[stored.dtype]
     if stored.stop - stored.start != math.prod(stored.shape) * dtype.itemsize:
         raise ValueError(f"{stored.file} has a bad safetensors header: {stored}")
     # A scalar is a tensor with one row.

@@ -7,6 +7,7 @@ shown before anything is written.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from vlmpack.data.plan.state import DataState
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CheckpointError, VlmpackError, writing
 from vlmpack.file_format import CHECKPOINT
+from vlmpack.model_folder.quantised import is_quantised
 from vlmpack.recipe import Recipe
 from vlmpack.recipe.show import PublicRecipe
 from vlmpack.run.card import CARD, card_of, hub_name_of, is_hub_name
@@ -43,6 +45,8 @@ from vlmpack.training.metrics import read_rows
 from vlmpack.training.model_watch import check_model_again, check_trained_from
 from vlmpack.training.run_dir import RunDir
 from vlmpack.whole_file import read_json
+
+logger = logging.getLogger("vlmpack")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,8 +250,8 @@ def _write(chosen: Chosen, folder: Path) -> torch.dtype | None:
         modules_in_full,
         save_adapter,
     )
-    from vlmpack.backends.hf.frozen import check_quantization
-    from vlmpack.backends.hf.load import load_model
+    from vlmpack.backends.hf.frozen import check_quantization, packing_error
+    from vlmpack.backends.hf.load import deferred_model, load_model
     from vlmpack.backends.hf.sharding import whole_state
 
     recipe, checkpoint = chosen.recipe, chosen.checkpoint
@@ -270,6 +274,14 @@ def _write(chosen: Chosen, folder: Path) -> torch.dtype | None:
         save_adapter(model, state, folder, in_full=in_full, base=base)
         return None
     dtype = export_dtype(chosen.dtype, source)
+    if policy.lora is not None and policy.lora.quantize != "none":
+        logger.warning(
+            "note: frozen weights are those of %s, as in training; they differ from %s by %.2g "
+            "(relative L2)",
+            policy.lora.quantize,
+            source,
+            packing_error(model, deferred_model(source)),
+        )
     save_model_folder(
         model,
         merged_state(whole_state(model, keep=True), policy.lora),
@@ -315,6 +327,7 @@ def merge_folders(model: Path, adapters: Sequence[Path], out: Path, *, dtype: st
     """
     from vlmpack.backends.export import save_model_folder
     from vlmpack.backends.hf.adapters import merge_adapter
+    from vlmpack.backends.hf.frozen import relative_error
     from vlmpack.backends.hf.load import load_model
 
     if out.exists():
@@ -324,6 +337,15 @@ def merge_folders(model: Path, adapters: Sequence[Path], out: Path, *, dtype: st
     for folder in adapters:
         merged = merge_adapter(merged, folder)
     chosen = export_dtype(dtype, model)
+    if is_quantised(model):
+        logger.warning(
+            "note: %s is quantised, and what is written is dense. Weights in %s differ from the "
+            "merged ones by %.2g (relative L2). They are not quantised again: that would round "
+            "the update with them",
+            model,
+            str(chosen).removeprefix("torch."),
+            relative_error((value, value.to(chosen)) for value in merged.parameters()),
+        )
 
     def write(folder: Path) -> None:
         save_model_folder(

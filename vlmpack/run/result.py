@@ -37,6 +37,7 @@ from vlmpack.evaluation.predictions import (
 )
 from vlmpack.file_format import RESULT
 from vlmpack.model_folder.load import transformers_version
+from vlmpack.model_folder.quantised import is_quantised
 from vlmpack.model_folder.weights import first
 from vlmpack.run.session import Session
 from vlmpack.training.checkpoint import find_damage, load_checkpoint, step_folder
@@ -141,10 +142,13 @@ def _make_way(final: Path, new: Path) -> None:
 
 
 def export_dtype(name: str, source: Path) -> torch.dtype:
-    """The recipe's dtype; auto is what the pretrained folder was saved in."""
+    """The recipe's dtype; auto is what the pretrained folder was saved in, and 16 bits where it is
+    quantised."""
     if name == "auto":
         config = read_json(source / "config.json")
         name = config.get("dtype") or config.get("torch_dtype") or "float32"
+        if is_quantised(source) and name != "float16":
+            name = "bfloat16"  # whatever a package that unpacks it computes in
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     return dtypes.get(name, torch.float32)
 

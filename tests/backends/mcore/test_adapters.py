@@ -49,7 +49,7 @@ from support.layouts import (
 from support.plans import mode_of
 from support.shards import TINY_MODEL
 
-from vlmpack.backends.hf.adapters import BASE
+from vlmpack.backends.hf.frozen import BASE
 from vlmpack.backends.mcore import adapters, model_adapters
 from vlmpack.backends.mcore.adapters import LinearAdapter
 from vlmpack.backends.policy import TrainingPolicy, is_adapter

@@ -22,7 +22,16 @@ from torch import Tensor, nn
 from vlmpack.backends.adapter_folder import ADAPTER, PREFIX, WEIGHTS, AdapterFolder, weights_file
 from vlmpack.backends.finite import refuse_non_finite_adapters, refuse_non_finite_state
 from vlmpack.backends.hf.adapted_linear import fuse_adapters
-from vlmpack.backends.hf.frozen import quantize_layers
+from vlmpack.backends.hf.deferred import held_codes
+from vlmpack.backends.hf.frozen import (
+    BASE,
+    PackedLinear,
+    Packing,
+    packing_of,
+    quantize_layers,
+    read_by_dtype,
+    read_by_parents,
+)
 from vlmpack.backends.hf.recurrence import uncalled_layers
 from vlmpack.backends.policy import TrainingPolicy, component_of, is_adapter, is_untouched
 from vlmpack.backends.ties import FLAG, is_tied, write_ties
@@ -32,8 +41,6 @@ from vlmpack.model_folder.weights import first
 from vlmpack.recipe.trainable import COMPONENTS, LoraSection
 from vlmpack.whole_file import share_as
 from vlmpack.words import counted, some_of, twice
-
-BASE = ".base_layer."
 
 
 def apply_policy(
@@ -156,16 +163,10 @@ def adapter_targets(model: Any, paths: ModulePaths, policy: TrainingPolicy) -> l
     """
     lora = policy.lora
     assert lora is not None
-    head = paths.head_of(model)
-    # Layers of a derived class are read by their owners without a call (that of
-    # nn.MultiheadAttention is). An adapter of them would never be called.
-    uncalled = uncalled_layers(model)
     linear = [
         name
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not head
+        for name in called_layers(model, paths)
         if policy.mode(component_of(name, paths)) == "lora"
-        if not is_untouched(name, paths) and name not in uncalled
     ]
     ends = None if lora.targets == "all-linear" else lora.targets
     chosen = [name for name in linear if ends is None or _ends_in(name, ends)]
@@ -187,6 +188,39 @@ def adapter_targets(model: Any, paths: ModulePaths, policy: TrainingPolicy) -> l
             )
     _check_in_full(model, paths, policy)
     return chosen
+
+
+def called_layers(model: Any, paths: ModulePaths) -> list[str]:
+    """Names of the linear layers that are called, and whose weights nothing else reads."""
+    head = paths.head_of(model)
+    # Layers of a derived class are read by their owners without a call (that of
+    # nn.MultiheadAttention is). An adapter of them would never be called.
+    uncalled = uncalled_layers(model)
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) in (nn.Linear, PackedLinear) and module is not head
+        if not is_untouched(name, paths) and name not in uncalled
+    ]
+
+
+def held_layers(
+    model: Any, paths: ModulePaths, policy: TrainingPolicy
+) -> dict[str, tuple[Packing, Sequence[Tensor]]]:
+    """The frozen linear layers whose codes a quantised folder has, with these codes and scales.
+
+    Args:
+        model: of `deferred_model`.
+    """
+    by_dtype, found = read_by_dtype(model) | read_by_parents(model), {}
+    for name in called_layers(model, paths):
+        layer = model.get_submodule(name)
+        held = held_codes(layer.weight)
+        if held is None or id(layer) in by_dtype:
+            continue
+        if not policy.trains_parameter(f"{name}.weight", paths):
+            found[name] = packing_of(held), held.parts
+    return found
 
 
 def _check_in_full(model: Any, paths: ModulePaths, policy: TrainingPolicy) -> None:

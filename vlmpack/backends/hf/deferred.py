@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from vlmpack.model_folder.safetensors_read import DTYPES, StoredTensor, read_into
+from vlmpack.model_folder.quantised import HeldCodes
+from vlmpack.model_folder.safetensors_read import READABLE, StoredTensor, read_into
 
 aten = torch.ops.aten
 
@@ -54,6 +55,8 @@ class Deferred(Tensor):
     """A tensor of the CPU without values."""
 
     origin: StoredTensor | Made
+    held: HeldCodes | None = None
+    """What a folder has in its place, where that is quantised."""
 
     @staticmethod
     def __new__(cls: Any, like: Tensor, origin: StoredTensor | Made) -> Deferred:
@@ -96,9 +99,9 @@ def deferred(stored: StoredTensor) -> Deferred:
     Raises:
         NotImplementedError: of a dtype that is not read by boxes.
     """
-    if stored.dtype not in DTYPES:
+    if stored.dtype not in READABLE:
         raise NotImplementedError(f"{stored.name} is of dtype {stored.dtype}")
-    like = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta")
+    like = torch.empty(stored.shape, dtype=READABLE[stored.dtype], device="meta")
     return Deferred(like, stored)
 
 
@@ -122,6 +125,16 @@ def read_box(tensor: Tensor, box: Box, target: Tensor) -> None:
             read_box(*part)
     else:
         target.copy_(_run(tensor.origin)[box])
+
+
+def held_codes(tensor: Tensor) -> HeldCodes | None:
+    """What a folder has of a tensor that is a quantised weight of it, as it is or cast."""
+    while isinstance(tensor, Deferred) and tensor.held is None:
+        made = tensor.origin
+        if isinstance(made, StoredTensor) or _HAND_DOWN.get(made.func) not in (_same, _cast):
+            return None
+        tensor = made.args[0]
+    return tensor.held if isinstance(tensor, Deferred) else None
 
 
 def read_whole(tensor: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from vlmpack.backends.hf.adapters import (
     adapter_targets,
     adapters_off,
     apply_policy,
+    held_layers,
     inject_adapters,
     merged_state,
     modules_in_full,
@@ -37,9 +38,16 @@ from vlmpack.backends.hf.adapters import (
 )
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.compiled_layers import DRAWS_IN_COMPILED, CompiledLayers
-from vlmpack.backends.hf.frozen import check_quantization, hold_narrow, pack_as, packed_layers
+from vlmpack.backends.hf.deferred import read_whole
+from vlmpack.backends.hf.frozen import (
+    check_quantization,
+    hold_narrow,
+    keep_packed,
+    pack_as,
+    packed_layers,
+)
 from vlmpack.backends.hf.fused_layers import Fused, fuse_layers
-from vlmpack.backends.hf.load import load_model, open_model
+from vlmpack.backends.hf.load import deferred_model, load_model, open_model, read_parameters
 from vlmpack.backends.hf.model import packed_model
 from vlmpack.backends.hf.optimizer import build_optimizer, moments_of, set_learning_rate
 from vlmpack.backends.hf.recurrence import recurrence_kinds, replace_kernels
@@ -71,6 +79,8 @@ from vlmpack.backends.recompute import draws_random_numbers, recompute_layers
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
+from vlmpack.families.base import ModulePaths
+from vlmpack.model_folder.quantised import is_quantised
 from vlmpack.packing import Batch
 from vlmpack.recipe.schema import ModelSection, ParallelismSection, described
 from vlmpack.recurrence import choose_recurrence
@@ -113,7 +123,7 @@ class HFEngine:
         if policy.lora is not None and policy.lora.quantize != "none":
             check_quantization(policy.lora.quantize)
         self.sharded = split.sharding == "fsdp" and ranks.world_size > 1
-        loaded = _loaded(self.folder, policy, sharded=self.sharded)
+        loaded = _loaded(self.folder, policy, self.paths, sharded=self.sharded)
         language = loaded.get_submodule(self.paths.language)
         language.set_attn_implementation(register_attention(compute.attention))
         experts = set_experts(language)
@@ -436,17 +446,21 @@ class HFEngine:
     def _whole_copy(self, model: Any) -> Any:
         copy = without_values(self.vlm.family.auto_class(), self.folder)
         set_experts(copy.get_submodule(self.paths.language))
+        pack_as(copy, model)
         if self.policy.lora is not None:
             targets = adapter_targets(copy, self.paths, self.policy)
-            pack_as(copy, model)
             inject_adapters(copy, targets, self.policy.lora, empty=True)
         copy.generation_config = deepcopy(model.generation_config)
         copy_buffers(model, copy, self.device)
         return fill_whole(copy, whole_parameters(model), self.compute_dtype)
 
 
-def _loaded(folder: Path, policy: TrainingPolicy, *, sharded: bool) -> Any:
+def _loaded(folder: Path, policy: TrainingPolicy, paths: ModulePaths, *, sharded: bool) -> Any:
     """The pretrained model, its weights not read yet where they will be sharded."""
+    if is_quantised(folder):
+        model = deferred_model(folder)
+        keep_packed(model, held_layers(model, paths, policy), read_whole)
+        return model if sharded and not policy.has_dora else read_parameters(folder, model)
     if not sharded:
         return load_model(folder)
     whole = "DoRA begins with the norms of its weights" if policy.has_dora else ""

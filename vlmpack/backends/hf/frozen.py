@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -23,8 +23,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from vlmpack.backends.hf.deferred import read_whole
 from vlmpack.backends.hf.optimizer import require_bitsandbytes
+from vlmpack.model_folder.quantised import HeldCodes
 
+BASE = ".base_layer."
+"""What stands before the name of a parameter of an adapted layer."""
 MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers that autocast runs in bfloat16; classes derived from them may do something else."""
 
@@ -259,6 +263,34 @@ def quantize_layers(
         replace_layer(model, name, PackedLinear(weight.shape, Packing(kind=kind), parts, bias))
 
 
+def packing_of(held: HeldCodes) -> Packing:
+    """How the codes of a quantised folder are read as a packed weight."""
+    kind: Any = held.kind
+    blocks = {} if kind == "int8" else {"blocksize": held.blocksize}
+    return Packing(kind=kind, nested=held.nested, dtype=held.dtype, **blocks)
+
+
+def keep_packed(
+    model: nn.Module,
+    held: Mapping[str, tuple[Packing, Sequence[Tensor]]],
+    read: Callable[[Tensor], Tensor],
+) -> None:
+    """Replace linear layers by packed ones with the codes and scales of a folder.
+
+    Args:
+        read: gives the values of a tensor that may be in its file.
+
+    Raises:
+        CapabilityError: they are of 4 bits, and bitsandbytes is not installed.
+    """
+    if any(packing.kind != "int8" for packing, _ in held.values()):
+        require_bitsandbytes("model.path: the folder's weights in 4 bits", "a dense model")
+    for name, (packing, parts) in held.items():
+        plain: Any = model.get_submodule(name)
+        codes = [read(part) for part in parts]
+        replace_layer(model, name, PackedLinear(plain.weight.shape, packing, codes, plain.bias))
+
+
 def replace_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
     """Put another layer in a layer's place."""
     parent, _, leaf = name.rpartition(".")
@@ -268,9 +300,31 @@ def replace_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
 def pack_as(model: nn.Module, other: nn.Module) -> None:
     """Replace linear layers of a model without values as another one's are packed."""
     for name, layer in packed_layers(other).items():
-        own = name.removesuffix(".weight").removesuffix(".base_layer")
+        own = name.replace(BASE, ".").removesuffix(".weight")
         plain: Any = model.get_submodule(own)
         replace_layer(model, own, PackedLinear(layer.shape, layer.packing, bias=plain.bias))
+
+
+def packing_error(model: nn.Module, plain: nn.Module) -> float:
+    """How much packed weights differ from those of the same model as it was, in relative L2.
+
+    Args:
+        plain: its weights may be in their files.
+    """
+    return relative_error(
+        (read_whole(plain.get_parameter(name.replace(BASE, "."))), layer.unpacked().cpu())
+        for name, layer in packed_layers(model).items()
+    )
+
+
+@torch.no_grad()
+def relative_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """The L2 of differences over that of the first tensors."""
+    lost = whole = 0.0
+    for one, other in pairs:
+        whole += float(one.double().square().sum())
+        lost += float((one.double() - other.double()).square().sum())
+    return (lost / whole) ** 0.5 if whole else 0.0
 
 
 def _four_bits(weight: Tensor) -> list[Tensor]:

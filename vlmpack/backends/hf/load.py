@@ -20,12 +20,12 @@ from vlmpack.backends.finite import refuse_non_finite_weights
 from vlmpack.backends.hf.deferred import Deferred, deferred, read_whole
 from vlmpack.backends.ties import record_ties, ties_notes
 from vlmpack.backends.unused import Loaded, load_by_headers
-from vlmpack.capabilities.folder import read_config
 from vlmpack.errors import ModelError, as_model_error
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.finite import non_finite_tensors
 from vlmpack.model_folder.load import load_config, load_model_class, load_with
-from vlmpack.model_folder.weights import raise_misfits, stored_tensors, weight_files
+from vlmpack.model_folder.quantised import dense_tensors, is_quantised
+from vlmpack.model_folder.weights import raise_misfits, weight_files
 
 logger = logging.getLogger("vlmpack")
 
@@ -39,18 +39,38 @@ def load_model(folder: Path) -> Any:
         CapabilityError: no family serves its model_type.
     """
     weight_files(folder)
+    if is_quantised(folder):
+        return read_parameters(folder, deferred_model(folder))
     from safetensors import SafetensorError
 
     wrong = (OSError, ValueError, RuntimeError, SafetensorError)
     with as_model_error(f"model.path: {folder} cannot be loaded", *wrong):
         model, info = load_model_class(family_of(folder).auto_class(), folder)
     raise_misfits(folder, info)
+    _refuse_non_finite(folder, model)
+    record_ties(model)
+    return model
+
+
+def read_parameters(folder: Path, model: Any) -> Any:
+    """A model of `deferred_model`, with its parameters read into memory; raises as `load_model`."""
+    read: dict[int, nn.Parameter] = {}
+    with as_model_error(f"model.path: {folder} cannot be loaded", OSError, ValueError):
+        for module in model.modules():
+            for name, value in list(module.named_parameters(recurse=False)):
+                if isinstance(value, Deferred):
+                    if id(value) not in read:
+                        read[id(value)] = nn.Parameter(read_whole(value), value.requires_grad)
+                    setattr(module, name, read[id(value)])
+    _refuse_non_finite(folder, model)
+    return model
+
+
+def _refuse_non_finite(folder: Path, model: Any) -> None:
     saved = model.state_dict().keys()
     named = chain(model.named_parameters(), model.named_buffers())
     non_finite = non_finite_tensors((name, value) for name, value in named if name in saved)
     refuse_non_finite_weights(folder, non_finite, lambda: model)
-    record_ties(model)
-    return model
 
 
 def open_model(folder: Path, *, whole: str = "") -> Any:
@@ -75,12 +95,14 @@ def open_model(folder: Path, *, whole: str = "") -> Any:
 
 def deferred_model(folder: Path) -> Any:
     """As `open_model`; NotImplementedError or RuntimeError where only the whole can be loaded."""
-    if read_config(folder).get("quantization_config") is not None:
-        raise NotImplementedError("they are quantized")
-    stored = [tensor for path in weight_files(folder) for tensor in stored_tensors(path)]
     auto_class = family_of(folder).auto_class()
+    dense = dense_tensors(folder, deferred)
+    for name, held in dense.held.items():
+        tensor = dense.tensors[name]
+        assert isinstance(tensor, Deferred)
+        tensor.held = held
     with as_model_error(f"model.path: {folder} cannot be loaded", OSError, ValueError, KeyError):
-        model, info = load_with(auto_class, folder, {each.name: deferred(each) for each in stored})
+        model, info = load_with(auto_class, folder, dense.tensors)
         _read_buffers(model)
     raise_misfits(folder, info)
     record_ties(model)

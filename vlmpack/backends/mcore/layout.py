@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vlmpack.backends.boxes import MOMENTS, Kind, ReadSlice, TensorSlice, whole
-from vlmpack.backends.hf.adapters import BASE
+from vlmpack.backends.hf.frozen import BASE
 from vlmpack.backends.mcore.adapters import LinearAdapter, PiecesOf
 from vlmpack.backends.mcore.model import MegatronVLM, tower_prefix
 from vlmpack.backends.mcore.optimizer import MegatronAdamW

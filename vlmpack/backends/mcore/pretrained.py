@@ -24,6 +24,7 @@ from vlmpack.backends.policy import is_untouched
 from vlmpack.backends.unused import load_by_headers
 from vlmpack.errors import CapabilityError, ModelError, as_model_error
 from vlmpack.families.base import Family
+from vlmpack.model_folder.quantised import is_quantised
 from vlmpack.model_folder.safetensors_read import DTYPES
 from vlmpack.model_folder.weights import stored_tensors, weight_files
 
@@ -42,6 +43,7 @@ class PretrainedReader:
         self.folder = folder
         tensors = chain.from_iterable(map(stored_tensors, weight_files(folder)))
         others = [stored for stored in tensors if stored.dtype not in DTYPES]
+        others = [] if is_quantised(folder) else others  # codes become weights
         unused = load_by_headers(folder).unused if others else ()
         for stored in others:
             if stored not in unused:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vlmpack.backends.adapter_folder import ADAPTER
-from vlmpack.backends.hf.adapters import BASE
+from vlmpack.backends.hf.frozen import BASE
 from vlmpack.backends.policy import component_of, is_adapter
 from vlmpack.families.base import ModulePaths
 from vlmpack.proof.measure import (

@@ -1,0 +1,219 @@
+"""Quantised model folders as dense ones: codes and scales -> weights, in 16 bits as a rule.
+
+    bitsandbytes         X.weight, X.weight.absmax, ...        4 bits, a scale for each block
+                         X.weight, X.SCB                       8 bits, a scale for each row
+    fp8                  X.weight, X.weight_scale_inv          8-bit floats, scales of squares
+    compressed-tensors   X.weight_packed, X.weight_scale, ...  4 or 8 bits in words (pack-quantized)
+
+Only operators of torch are used, which take tensors without values and deferred ones too. What a
+scheme means is said by transformers (bitsandbytes, fp8) and by compressed-tensors 0.20.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmpack.capabilities.config import quantised_sections
+from vlmpack.capabilities.folder import read_config
+from vlmpack.errors import UNREADABLE, ModelError
+from vlmpack.model_folder.safetensors_read import READABLE, StoredTensor, read_into
+from vlmpack.model_folder.weights import stored_tensors, weight_files
+
+Make = Callable[[StoredTensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldCodes:
+    """The codes and scales that a folder of bitsandbytes has of a weight (out, in).
+
+    Args:
+        kind: nf4, fp4 or int8.
+        blocksize: weights that share a scale, of 4 bits.
+        dtype: of the dense weight.
+        parts: codes, then scales; of nested ones also scales, table and offset of the scales.
+        table: what codes of 4 bits stand for.
+    """
+
+    kind: str
+    blocksize: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: Sequence[Tensor]
+    table: Tensor | None = None
+
+    @property
+    def nested(self) -> bool:
+        """Whether scales are codes too."""
+        return len(self.parts) > 2
+
+    def dense(self) -> Tensor:
+        """The weight."""
+        codes, scales, *inner = self.parts
+        if self.kind == "int8":
+            return (codes.float() * (scales / 127)[:, None]).to(self.dtype)
+        if inner:
+            outer, table, offset = inner
+            nested = table[scales.long()] * outer.repeat_interleave(256)[: len(scales)]
+            scales = nested + offset
+        nibbles = torch.stack((codes >> 4, codes & 15), -1).view(-1)[: prod(self.shape)]
+        wide = scales.repeat_interleave(self.blocksize)[: prod(self.shape)]
+        assert self.table is not None
+        return (self.table[nibbles.long()] * wide).view(self.shape).to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseTensors:
+    """The tensors of a folder, dense, by the names of its weights.
+
+    Args:
+        held: those of bitsandbytes again, as the folder has them.
+    """
+
+    tensors: Mapping[str, Tensor]
+    held: Mapping[str, HeldCodes]
+
+
+def dense_tensors(folder: Path, make: Make) -> DenseTensors:
+    """The tensors of a folder that may be quantised.
+
+    Args:
+        make: a tensor of a file, with or without values.
+
+    Raises:
+        ModelError: files that are missing or damaged, or codes without what belongs to them.
+    """
+    stored = {each.name: each for path in weight_files(folder) for each in stored_tensors(path)}
+    found = {name: make(each) for name, each in stored.items()}
+    held: dict[str, HeldCodes] = {}
+    try:
+        for method, section in quantised_sections(read_config(folder)):
+            if method == "bitsandbytes":
+                held |= dict(_held(found, stored))
+                found |= {name: codes.dense() for name, codes in held.items()}
+            elif method == "fp8":
+                found |= dict(_eight_bit_floats(found, section))
+            elif method == "compressed-tensors":
+                found |= dict(_words(found, stored, section))
+    except (*UNREADABLE, RuntimeError) as error:
+        raise ModelError(
+            f"model.path: the quantised weights in {folder} cannot be read: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return DenseTensors(found, held)
+
+
+def dense_headers(folder: Path) -> Mapping[str, Tensor]:
+    """The tensors of a folder, dense and without values."""
+    return dense_tensors(folder, without_values).tensors
+
+
+def without_values(stored: StoredTensor) -> Tensor:
+    """On the meta device; of another type where no dense weight has it."""
+    return torch.empty(stored.shape, dtype=READABLE.get(stored.dtype), device="meta")
+
+
+def is_quantised(folder: Path) -> bool:
+    """Whether config.json says so."""
+    return any(True for _ in quantised_sections(read_config(folder)))
+
+
+def _ending(found: Mapping[str, Tensor], end: str) -> list[str]:
+    """What stands before it in the names that end so."""
+    return [name.removesuffix(end) for name in found if name.endswith(end)]
+
+
+def _values(stored: StoredTensor) -> Tensor:
+    whole = torch.empty(stored.shape, dtype=READABLE[stored.dtype])
+    read_into(whole, stored, tuple(slice(0, length) for length in stored.shape))
+    return whole
+
+
+def _held(
+    found: dict[str, Tensor], stored: Mapping[str, StoredTensor]
+) -> Iterator[tuple[str, HeldCodes]]:
+    for kind in ("nf4", "fp4"):
+        end = f".quant_state.bitsandbytes__{kind}"
+        for name in _ending(found, end):
+            said = json.loads(bytes(_values(stored[name + end]).tolist()))
+            codes, scales = found[name].reshape(-1), found.pop(f"{name}.absmax")
+            del found[name + end]
+            parts = [codes.view(torch.uint8), scales]
+            if "nested_blocksize" in said:
+                if said["nested_blocksize"] != 256:
+                    raise ValueError(f"{name} has nested blocks of {said['nested_blocksize']}")
+                offset = torch.tensor([float(said["nested_offset"])])
+                table = found.pop(f"{name}.nested_quant_map")
+                parts += [found.pop(f"{name}.nested_absmax"), table, offset.to(codes.device)]
+            yield (
+                name,
+                HeldCodes(
+                    kind=kind,
+                    blocksize=int(said["blocksize"]),
+                    dtype=getattr(torch, said["dtype"]),
+                    shape=tuple(said["shape"]),
+                    parts=parts,
+                    table=found.pop(f"{name}.quant_map"),
+                ),
+            )
+    for layer in _ending(found, ".SCB"):
+        codes, scales = found[f"{layer}.weight"], found.pop(f"{layer}.SCB")
+        found.pop(f"{layer}.weight_format", None)
+        yield (
+            f"{layer}.weight",
+            HeldCodes(
+                kind="int8",
+                blocksize=0,
+                dtype=torch.float32,
+                shape=tuple(codes.shape),
+                parts=[codes, scales],
+            ),
+        )
+
+
+def _eight_bit_floats(
+    found: dict[str, Tensor], section: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    rows, columns = section.get("weight_block_size") or (1, 1)
+    for name in _ending(found, "_scale_inv"):
+        codes, scales = found[name], found.pop(f"{name}_scale_inv").float()
+        if scales.numel() > 1 and section.get("weight_block_size"):
+            scales = scales.repeat_interleave(rows, -2)[..., : codes.shape[-2], :]
+            scales = scales.repeat_interleave(columns, -1)[..., : codes.shape[-1]]
+        yield name, (codes.float() * scales).to(torch.bfloat16)
+    for end in (".input_scale", ".activation_scale"):
+        for layer in _ending(found, end):
+            del found[layer + end]
+
+
+def _words(
+    found: dict[str, Tensor], stored: Mapping[str, StoredTensor], section: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    groups: Any = section["config_groups"]
+    bits = int(next(iter(groups.values()))["weights"]["num_bits"])
+    for layer in _ending(found, ".weight_packed"):
+        words, scales = found.pop(f"{layer}.weight_packed"), found.pop(f"{layer}.weight_scale")
+        del found[f"{layer}.weight_shape"]
+        rows, columns = _values(stored[f"{layer}.weight_shape"]).tolist()
+        codes = _unpacked(words, bits)[:, :columns].float()
+        size = -(-columns // scales.shape[-1]) if scales.ndim == 2 else 1
+        if f"{layer}.weight_zero_point" in found:
+            packed = found.pop(f"{layer}.weight_zero_point")
+            zeros = _unpacked(packed.t(), bits).t()[:rows].float()
+            codes = codes - zeros.repeat_interleave(size, 1)[:, :columns]
+        wide = scales.repeat_interleave(size, 1)[:, :columns] if scales.ndim == 2 else scales
+        yield f"{layer}.weight", (codes * wide.float()).to(scales.dtype)
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """(R, C) words of 32 bits -> (R, C * 32 / bits) codes around 0, the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
+    codes = (words[..., None] >> shifts) & ((1 << bits) - 1)
+    return codes.reshape(words.shape[0], -1) - (1 << (bits - 1))
