@@ -147,9 +147,10 @@ families-sweep: $(STAMP)  ## try every class of transformers anew (tools/sweep),
 	$(BIN)/python -m vlmpack families --into docs/families.md
 
 WHEEL = $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.12
-servers: $(STAMP)  ## read from vLLM's wheel which names of exports it takes, into tools/servers/facts.json (340 MB, removed)
+servers: $(STAMP)  ## read from wheels which names of exports vLLM and SGLang take, into tools/servers/facts.json (380 MB, removed)
 	rm -rf .servers && mkdir .servers
 	$(WHEEL) --platform manylinux_2_28_x86_64 --dest .servers vllm==0.33.0
+	$(WHEEL) --platform manylinux_2_34_x86_64 --dest .servers sglang==0.5.23
 	PYTHONPATH=.:tests $(BIN)/python -m support.exported_names .servers/exports
 	$(BIN)/python -m tools.servers.run .servers/exports .servers/*.whl $(if $(CHECK),--check)
 	rm -rf .servers

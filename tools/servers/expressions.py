@@ -57,6 +57,9 @@ def _attribute(reader: Interpreter, node: ast.Attribute, scope: Scope) -> Any:
     except Raised:
         if isinstance(value, Instance) and isinstance(value.cls, Layer):
             return Unknown(f"{value}.{node.attr}")  # a layer that is not read
+        if reader.tolerant and type(value).__name__.endswith("Config"):
+            reader.undecided[f"{type(value).__name__} has no {node.attr}"] = None
+            return Unknown(f"config.{node.attr}")
         raise
 
 
@@ -98,8 +101,10 @@ def call(
 ) -> Any:
     """Call what an expression names."""
     if isinstance(function, Unknown) and not isinstance(function, Layer):
-        unread = function.text.rpartition(".")[2]
-        if unread[:1].isupper():
+        last = function.text.rpartition(".")[2]
+        if function.text.startswith("transformers.models.") and last[:1].isupper():
+            return reader.hooks["of transformers"](function.text, *args, **named)
+        if last[:1].isupper():
             reader.unread[function.text] = None
         return Unknown(f"{function.text}()")
     if function is partial:

@@ -96,6 +96,7 @@ class Interpreter:
         self.undecided: dict[str, None] = {}
         self.unread: dict[str, None] = {}
         self.depth = 0
+        self.tolerant = False
 
     # Names
 
@@ -123,7 +124,7 @@ class Interpreter:
 
     def _top_value(self, module: Module, name: str, node: ast.AST) -> Any:
         full = f"{module.name}.{name}"
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and self._hook(full):
+        if not isinstance(node, ast.Import | ast.ImportFrom) and self._hook(full) is not None:
             return self._hook(full)
         scope = Scope({}, module)
         if isinstance(node, ast.ClassDef):
@@ -136,7 +137,7 @@ class Interpreter:
             return self.evaluate(node.value, scope)
         return Unknown(full)
 
-    def _hook(self, full: str) -> Callable[..., Any] | None:
+    def _hook(self, full: str) -> Any:
         return self.hooks.get(full.rpartition(".")[2])
 
     def _imported(self, module: Module, node: ast.Import | ast.ImportFrom, name: str) -> Any:
@@ -158,10 +159,12 @@ class Interpreter:
         """What `from start import name` gives."""
         full = f"{start}.{name}"
         if start.partition(".")[0] != self.package:
-            return self._hook(full) or External(full)
+            return External(full) if self._hook(full) is None else self._hook(full)
         if (within := self.module(start)) is not None and name in within.names:
             return self.named(within, name)
-        return self._hook(full) or Unknown(full)
+        if (found := self.module(full)) is not None:
+            return found
+        return Unknown(full) if self._hook(full) is None else self._hook(full)
 
     def lookup(self, name: str, scope: Scope | None, module: Module) -> Any:
         while scope is not None:
@@ -184,10 +187,13 @@ class Interpreter:
         Raises:
             Raised: there is none.
         """
+        if isinstance(value, Module):
+            return self.imported(value.name, name)
         if isinstance(value, Settings) and name in value.known:
             return value.known[name]
         if isinstance(value, External):
-            return self.hooks.get(name) or External(f"{value.text}.{name}")
+            full = f"{value.text}.{name}"
+            return self.hooks.get(full) or self.hooks.get(name) or External(full)
         if isinstance(value, Unknown):
             return Unknown(f"{value.text}.{name}")
         if isinstance(value, Instance):
@@ -266,6 +272,8 @@ class Interpreter:
                     raise Raised("AttributeError", f"{owner} only annotates {name}")
                 inner = Scope(_Members(self, owner), owner.module)
                 owner.values[name] = self.evaluate(node.value, inner)
+                if owner.is_a("Enum") or owner.is_a("IntEnum"):
+                    owner.values[name] = Instance(owner, value=owner.values[name], name=name)
         return owner.values[name]
 
     # Calls
@@ -276,7 +284,9 @@ class Interpreter:
             self.unread[f"{cls.module.name}.{cls.name}"] = None
             return Unknown(f"{cls.module.name}.{cls.name}()")
         made = Instance(cls)
-        if any("dataclass" in ast.unparse(d) for d in cls.node.decorator_list):
+        if cls.is_a("Struct") or any(
+            "dataclass" in ast.unparse(d) for d in cls.node.decorator_list
+        ):
             self._fill(made, cls, args, named)
             return made
         if cls.is_a("Enum"):

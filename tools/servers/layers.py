@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -40,8 +42,8 @@ def _weight(*_: Any, **named: Any) -> tuple[str, ...]:
     return ("weight",)
 
 
-def _norm(*_: Any, has_weight: Any = True, **named: Any) -> tuple[str, ...]:
-    return ("weight",) if has_weight else ()
+def _norm(*_: Any, has_weight: Any = True, with_scale: Any = True, **named: Any) -> tuple[str, ...]:
+    return ("weight",) if has_weight and with_scale else ()
 
 
 def _layer_norm(*_: Any, elementwise_affine: Any = True, bias: Any = True, **named: Any) -> Any:
@@ -57,9 +59,9 @@ _PARAMETERS: dict[Callable[..., tuple[str, ...]], str] = {
         ReplicatedLinear Conv1d Conv2d Conv3d Conv2dLayer Conv3dLayer""",
     _torch_linear: "Linear",
     _unbiased: "ParallelLMHead GateLinear",
-    _weight: """VocabParallelEmbedding Embedding GemmaRMSNorm Gemma3RMSNorm Gemma4RMSNorm
+    _weight: """VocabParallelEmbedding Embedding GemmaRMSNorm Gemma3RMSNorm
         RMSNormGated""",
-    _norm: "RMSNorm",
+    _norm: "RMSNorm Gemma4RMSNorm",
     _layer_norm: "LayerNorm",
     _nothing: """Identity Dropout GELU SiLU ReLU Tanh Sigmoid QuickGELU SiluAndMul GeluAndMul
         NewGELU ReLUSquaredActivation LogitsProcessor Pooler Softmax AvgPool2d MaxPool2d Unfold
@@ -70,7 +72,8 @@ _PARAMETERS: dict[Callable[..., tuple[str, ...]], str] = {
 """What gives the names of a layer's parameters, and the classes of layers that it holds for."""
 
 
-def _modules(*layers: Any) -> Instance:
+def modules(*layers: Any) -> Instance:
+    """A `ModuleList` or a `Sequential`; of a dictionary, its values by their names."""
     if len(layers) == 1 and isinstance(layers[0], dict):
         return Instance(Layer("Sequential", _nothing), **layers[0])
     if len(layers) == 1 and isinstance(layers[0], list | tuple):
@@ -158,6 +161,16 @@ def _of_transformers(config: Any, **_: Any) -> Any:
         return _mirrored(AutoModel.from_config(config))
 
 
+def of_class(name: str, *args: Any, **named: Any) -> Any:
+    """A layer of transformers that a server uses as it is, by its full name."""
+    module, _, cls = name.rpartition(".")
+    kind = getattr(importlib.import_module(module), cls)
+    if not issubclass(kind, torch.nn.Module):
+        return Unknown(f"{name}()")
+    with torch.device("meta"):
+        return _mirrored(kind(*args, **named))
+
+
 def _mirrored(module: torch.nn.Module) -> Instance:
     made = Instance(Layer(type(module).__name__, _nothing))
     for name, child in module.named_children():
@@ -189,6 +202,7 @@ MODULE: dict[str, Callable[..., Any]] = {
     "append": _append,
     "to": lambda m, *_, **__: m,
     "eval": lambda m: m,
+    "post_init": lambda m: None,
     "requires_grad_": lambda m, *_: m,
     "items": lambda m: list(children(m)),
     "values": lambda m: [one for _, one in children(m)],
@@ -204,13 +218,20 @@ def layer_hooks() -> dict[str, Any]:
     hooks |= {f"Module.{name}": method for name, method in MODULE.items()}
     parameter = lambda *_, **__: Parameter()  # noqa: E731
     return hooks | {
-        "ModuleList": _modules,
-        "Sequential": _modules,
-        "ModuleDict": _modules,
+        "ModuleList": modules,
+        "Sequential": modules,
+        "ModuleDict": modules,
         "OrderedDict": dict,
         "partial": partial,
         "from_config": _of_transformers,
+        "of transformers": of_class,
         "Parameter": parameter,
+        "Buffer": lambda value, *, persistent=True, **_: Buffer(persistent),
+        **{
+            f"{package}.{name}": getattr(re, name)
+            for package in ("re", "regex")
+            for name in ("compile", "sub", "search", "match", "fullmatch", "findall")
+        },
         "cat": joined,
         "stack": stacked,
     }

@@ -23,15 +23,16 @@ from typing import Any
 
 from tools.servers.facts import FACTS, outcome, read_facts, shapes_of
 from tools.servers.loading import NotRegistered, load
+from tools.servers.sglang import Sglang
 from tools.servers.values import Raised, Unread
 from tools.servers.vllm import Vllm
 from vlmpack.terminal import say
 
-SERVERS = {"vllm": Vllm}
+SERVERS: Mapping[str, type[Any]] = {"sglang": Sglang, "vllm": Vllm}
 
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v3": {"topk_method": "noaux_tc"},
-    "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "deepseek_v3": {"topk_method": "noaux_tc", "moe_layer_freq": 1},
+    "glm4_moe_lite": {"first_k_dense_replace": 1, "moe_layer_freq": 1},
     "qwen3_vl_moe": {"norm_topk_prob": True},
 }
 """By model_type, what published files of a config.json have, the class in transformers has not, and
@@ -51,23 +52,24 @@ def config_of(folder: Path) -> Any:
 def facts_of(kind: type[Any], root: Path, exports: Path) -> dict[str, Any]:
     """Every family's outcome at one server, and what could not be read."""
     found: dict[str, Any] = {}
-    undecided: set[str] = set()
-    unread: set[str] = set()
+    server = kind(root)
     for folder in sorted(exports.iterdir()):
-        server = kind(root)
         config = config_of(folder)
         try:
             loaded = load(server, config, shapes_of(folder))
         except NotRegistered as error:
             found[folder.name] = {"unregistered": str(error)}
             continue
-        except (Raised, Unread) as error:
+        except (Raised, Unread, TypeError) as error:
             found[folder.name] = {"unread": str(error)}
             continue
         found[folder.name] = outcome(loaded)
-        undecided |= server.reader.undecided.keys()
-        unread |= server.reader.unread.keys()
-    return {"families": found, "undecided": sorted(undecided), "unread": sorted(unread)}
+    reader = server.reader
+    return {
+        "families": found,
+        "undecided": sorted(reader.undecided),
+        "unread": sorted(reader.unread),
+    }
 
 
 def read_wheel(wheel: Path, exports: Path) -> tuple[str, dict[str, Any]]:

@@ -9,7 +9,17 @@ from typing import Any
 
 from tools.servers.expressions import EXPRESSIONS, assign, guarded, items, operate
 from tools.servers.interpreter import Interpreter, Kind
-from tools.servers.values import Class, Function, Instance, Jump, Raised, Scope, Unknown, Unread
+from tools.servers.values import (
+    Class,
+    Function,
+    Instance,
+    Jump,
+    Raised,
+    Scope,
+    Unknown,
+    Unread,
+    last_name,
+)
 
 
 def _assign(reader: Interpreter, node: ast.Assign, scope: Scope) -> None:
@@ -67,6 +77,25 @@ def _while(reader: Interpreter, node: ast.While, scope: Scope) -> None:
             if jump.kind != "continue":
                 raise
     raise Unread(f"while {ast.unparse(node.test)}: without end")
+
+
+def _match(reader: Interpreter, node: ast.Match, scope: Scope) -> None:
+    """The first case of the value's class; `case _` for what is not known."""
+    value = reader.evaluate(node.subject, scope)
+    for case in node.cases:
+        pattern = case.pattern
+        if isinstance(pattern, ast.MatchAs) and pattern.pattern is None:
+            reader.execute(case.body, scope)
+            return
+        if not isinstance(pattern, ast.MatchClass):
+            raise Unread(f"case {ast.unparse(pattern)}")
+        name = ast.unparse(pattern.cls).rpartition(".")[2]
+        if isinstance(value, Instance) and last_name(value.cls) == name:
+            for key, inner in zip(pattern.kwd_attrs, pattern.kwd_patterns, strict=True):
+                if isinstance(inner, ast.MatchAs) and inner.name:
+                    scope.names[inner.name] = reader.get(value, key)
+            reader.execute(case.body, scope)
+            return
 
 
 def _with(reader: Interpreter, node: ast.With, scope: Scope) -> None:
@@ -151,6 +180,7 @@ _STATEMENTS: dict[type[ast.AST], Kind] = {
     ast.For: _for,
     ast.While: _while,
     ast.With: _with,
+    ast.Match: _match,
     ast.Try: _try,
     ast.Raise: _raise,
     ast.Assert: _assert,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+
+from tools.servers.values import Unknown
 
 
 class Weight:
@@ -43,14 +45,20 @@ def wrapped(value: Any, names: frozenset[str]) -> Any:
     return value
 
 
-def joined(weights: Sequence[Weight], dim: int = 0, **_: Any) -> Weight:
-    """`torch.cat`."""
-    return Weight(torch.cat([w.value for w in weights], dim=dim), sources(weights))
+def joined(weights: Sequence[Any], dim: int = 0, **_: Any) -> Any:
+    """`torch.cat`; of other tensors than a folder's, what is not known."""
+    return _together(torch.cat, weights, dim)
 
 
-def stacked(weights: Sequence[Weight], dim: int = 0, **_: Any) -> Weight:
-    """`torch.stack`."""
-    return Weight(torch.stack([w.value for w in weights], dim=dim), sources(weights))
+def stacked(weights: Sequence[Any], dim: int = 0, **_: Any) -> Any:
+    """`torch.stack`, as `joined`."""
+    return _together(torch.stack, weights, dim)
+
+
+def _together(how: Callable[..., torch.Tensor], weights: Sequence[Any], dim: int) -> Any:
+    if isinstance(weights, Unknown) or not all(isinstance(one, Weight) for one in weights):
+        return Unknown("tensors")
+    return Weight(how([one.value for one in weights], dim=dim), sources(weights))
 
 
 def sources(weights: Iterable[Any]) -> frozenset[str]:

@@ -177,7 +177,10 @@ class Instance:
     @property
     def is_module(self) -> bool:
         line = self.cls.line if isinstance(self.cls, Class) else [self.cls]
-        return any(isinstance(one, Layer) or last_name(one) == "Module" for one in line)
+        return any(
+            isinstance(one, Layer) or last_name(one) in ("Module", "PreTrainedModel")
+            for one in line
+        )
 
 
 class Parameter:

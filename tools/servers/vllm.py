@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +85,6 @@ class Vllm:
                 "groupby": lambda x, key=None: [
                     (k, iter(list(g))) for k, g in itertools.groupby(x, key)
                 ],
-                "compile": re.compile,
                 "cast": lambda kind, value: value,
                 "is_fusion_moe_shared_experts_enabled": lambda: False,
                 "resolve_layer_fused_shared_expert": lambda *_, **__: False,
@@ -126,11 +124,15 @@ class Vllm:
                     get_multimodal_pruning_spec=lambda *_: None,
                 ),
                 is_multimodal_model=True,
-                dtype=None,
+                dtype="bfloat16",
                 quantization=None,
                 enforce_eager=True,
                 runner_type="generate",
                 use_mla=hasattr(hf_config.get_text_config(), "kv_lora_rank"),
+            ),
+            cache_config=Settings(
+                "cache_config",
+                **{f"{one}cache_dtype": "auto" for one in ("", "mamba_", "mamba_ssm_")},
             ),
             quant_config=None,
             lora_config=None,
