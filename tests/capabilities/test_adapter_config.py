@@ -66,6 +66,9 @@ def test_the_first_pattern_that_a_name_ends_in_is_its_alpha(tmp_path: Path) -> N
     found = written(tmp_path, r=8, lora_alpha=4, target_modules=["q_proj"], alpha_pattern=pattern)
     names = ("model.layers.1.self_attn.q_proj", "model.layers.2.self_attn.q_proj", "sq_proj")
     assert [found.alpha_of(name) for name in names] == [3, 5, 4]
+    broken = written(tmp_path / "broken", target_modules=["q_proj"], alpha_pattern={"((": 3})
+    with pytest.raises(ModelError, match="its alpha_pattern cannot be read: missing"):
+        broken.alpha_of(names[0])
 
 
 def test_a_start_that_changed_the_base_is_refused(tmp_path: Path) -> None:

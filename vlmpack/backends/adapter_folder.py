@@ -36,6 +36,8 @@ PREFIX = "base_model.model."
 """In front of every name in an adapter's file: peft's wrapper around a model."""
 ADAPTER = "default"
 """peft's name for the one adapter of a run."""
+_OF_A_RESIDUAL = ("pissa_init", "pissa_backup")
+"""Folders of LLaMA-Factory's whose adapters do not say how they started."""
 _ENDS = {
     f".lora_{kind}{end}": f".lora_{kind}.{ADAPTER}.weight"
     for kind, end in (("A", ".weight"), ("B", ".weight"), ("magnitude_vector", ""))
@@ -142,7 +144,8 @@ class AdapterFolder:
     def rank(self, layer: str) -> int:
         """The rank of a layer's adapter."""
         ends = (f".lora_A.{ADAPTER}.weight", ".lora_embedding_A")
-        return next(self.shape(layer + end)[0] for end in ends if layer + end in self.tensors)
+        ranks = (self.shape(layer + end)[0] for end in ends if layer + end in self.tensors)
+        return next(ranks, 1)  # a layer without is refused by `check`
 
     def alpha(self, layer: str) -> float:
         """The alpha of a layer's adapter; its config's, by the layer's name in the file."""
@@ -272,6 +275,11 @@ class AdapterFolder:
 
 def _check_base(config: AdapterConfig, base: Path) -> None:
     """Raise ModelError if adapters that changed their model are beside another one."""
+    if config.folder.name in _OF_A_RESIDUAL and base.resolve() != config.folder.parent.resolve():
+        raise ModelError(
+            f"{config.folder} of LLaMA-Factory fits the model that PiSSA left, and its config does "
+            "not say so; use the folder that it lies in, or pissa_converted"
+        )
     inside = base.resolve().is_relative_to(config.folder.resolve())
     kind, residual = config.values.get("init_lora_weights"), config.residual
     if config.start is not None and inside:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vlmpack.errors import ModelError
 from vlmpack.whole_file import read_json
@@ -29,6 +30,8 @@ _IN_NO_WEIGHT = {
 
 _MAX_SCALE = 3.4e38
 """About the largest number of float32."""
+
+_OF = "alpha_pattern of "
 
 _UNKNOWN_HERE = {
     "lora_bias": "biases beside B, which a layer without a bias cannot take",
@@ -92,8 +95,8 @@ class AdapterConfig:
         for key, why in _IN_NO_WEIGHT.items():
             if values.get(key):
                 return f"no weight can hold its adapters: {why}. Load them with the model by peft"
-        for key, scale in self._scales():
-            if not abs(scale) <= _MAX_SCALE:
+        for key, scale in self._scales().items():
+            if not isinstance(scale, int | float) or not abs(scale) <= _MAX_SCALE:
                 return f"its {key} is {str(scale)[:9]}; expected a finite number of float32"
         return None
 
@@ -122,12 +125,15 @@ class AdapterConfig:
 
     def alpha_of(self, layer: str) -> float:
         """The alpha of a layer's adapter; the first pattern that its name ends in decides."""
-        pattern, alpha = self.values.get("alpha_pattern"), self.values.get("lora_alpha", 8)
-        for end, one in pattern.items() if isinstance(pattern, Mapping) else ():
-            if re.match(rf"(.*\.)?({end})$", layer):
-                alpha = one
-                break
-        return float(str(alpha)) * self.growth("lora_alpha")
+        alpha, *others = self._scales().items()
+        try:
+            fits = (
+                one for key, one in others if re.match(rf"(.*\.)?({key.removeprefix(_OF)})$", layer)
+            )
+            found: Any = next(fits, alpha[1])
+        except re.error as error:
+            raise ModelError(f"{self.folder}: its alpha_pattern cannot be read: {error}") from None
+        return float(found) * self.growth("lora_alpha")
 
     def growth(self, key: str) -> int | float:
         """The factor of `r` or `lora_alpha` where the start of adapters is subtracted from them.
@@ -138,15 +144,13 @@ class AdapterConfig:
             return 1
         return 2**0.5 if key == "lora_alpha" and self.values.get("use_rslora") else 2
 
-    def _scales(self) -> Iterator[tuple[str, int | float]]:
-        """What updates are multiplied by, each with its key."""
-        scales = {"lora_alpha": self.values.get("lora_alpha")}
+    def _scales(self) -> dict[str, object]:
+        """What updates are multiplied by, each with its key; that of most layers comes first."""
+        scales = {"lora_alpha": self.values.get("lora_alpha", 8)}
         differing = self.values.get("alpha_pattern")
         if isinstance(differing, Mapping):
-            scales |= {f"alpha_pattern of {layer}": scale for layer, scale in differing.items()}
-        for key, scale in scales.items():
-            if isinstance(scale, int | float):
-                yield key, scale
+            scales |= {_OF + layer: scale for layer, scale in differing.items()}
+        return scales
 
     def settings(self) -> Iterator[tuple[str, object]]:
         """The fields and values that `trainable.lora` of a recipe must have."""

@@ -156,6 +156,7 @@ class Form:
     change: Change | None = None
     refused: dict[str, str] = field(default_factory=dict)
     modes: dict[str, str] = field(default_factory=lambda: LANGUAGE)
+    folder: str = "adapter"
 
 
 PEFT = "peft 0.21.2, tuners/lora/config.py"
@@ -237,6 +238,9 @@ FORMS = {
         "use_rslora": True}),
     "LLaMA-Factory: pissa_init": Form(LF_PISSA, {**PISSA, "init_lora_weights": "pissa_niter_4"},
         "qwen2_vl"),
+    "LLaMA-Factory: pissa_backup": Form(LF_PISSA, PISSA, folder="pissa_backup",
+        change=configured(init_lora_weights=True),
+        refused={BOTH: "fits the model that PiSSA left, and its config does not say so"}),
     "LLaMA-Factory: oft": Form(LF, change=configured(peft_type="OFT"),
         refused={BOTH: "its peft_type is 'OFT'; expected LORA"}),
     "ms-swift: expression": Form(SWIFT_VLM, {"target_modules":
@@ -374,7 +378,7 @@ def said_by(call: Callable[[], object]) -> str:
 def test_adapters_of_a_trainer_are_what_peft_runs_or_are_refused(base_of, tmp_path, name):
     form = FORMS[name]
     base = base_of(form.family)
-    adapter, reference = written(form, base, tmp_path / "adapter")
+    adapter, reference = written(form, base, tmp_path / form.folder)
     if (adapter / "residual").is_dir():
         for call in (lambda: merge_adapter(load_model(base), adapter),
                      lambda: gone_on(base, adapter, form.modes)):  # fmt: skip

@@ -292,7 +292,11 @@ HOSTILE = {
         settings_changed(alpha_pattern={"q_proj": float("nan")}),
         "its alpha_pattern of q_proj is nan; expected a finite number",
     ),
-    "alpha-in-words": (settings_changed(lora_alpha="8"), "do not fit the model: unsupported"),
+    "alpha-in-words": (settings_changed(lora_alpha="8"), "its lora_alpha is 8; expected a finite"),
+    "alphas-expression": (
+        settings_changed(alpha_pattern={"((": 3}),
+        "do not fit the model: (missing|unterminated)",
+    ),
     "rank": (settings_changed(r=0), "do not fit the model: `r` should be a positive integer"),
     "pattern": (settings_changed(rank_pattern=["q_proj"]), "do not fit the model: 'list' object"),
     "expression": (settings_changed(target_modules="(("), "do not fit the model: missing"),
