@@ -15,6 +15,7 @@ from support.shards import ROOT
 PACKAGE = ROOT / "vlmpack"
 
 TRANSFORMERS = {
+    "_apply_gate": "what a class of experts does between its two products",
     "_attn_implementation": "no public name says which attention a model has; the public setter "
     "asks the hub about names with 'flash' in them",
     "_deepstack_process": "Qwen3-VL's decoder takes features of every slot in no other way",

@@ -68,6 +68,18 @@ CASES = [
         LORA | {"trainable.lora.targets": ["q_proj", "v_proj"]},
     ),
     (
+        "adapters_of_experts_are_plain",
+        LORA | {"trainable.lora.targets": ["q_proj", "experts"], "trainable.lora.dora": True},
+        "trainable.lora.dora: true, which peft has no form of for experts; use false, or",
+        LORA | {"trainable.lora.targets": ["q_proj"], "trainable.lora.dora": True},
+    ),
+    (
+        "adapters_of_experts_are_plain",
+        LORA | {"trainable.lora.targets": "experts", "trainable.lora.dropout": 0.1},
+        "trainable.lora.dropout: 0.1, which peft has no form of for experts; use 0, or",
+        LORA | {"trainable.lora.targets": "experts"},
+    ),
+    (
         "adapters_fit_megatron",
         MCORE | LORA | {"trainable.lora.dropout": 0.1},
         "trainable.lora.dropout: 0.1, which each layout would draw otherwise",

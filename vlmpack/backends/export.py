@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def save_model_folder(
             state.pop(tied, None)  # saved once, under the name it is tied to
     elif ties:
         write_ties(model.config, tied=False)
-    model.save_pretrained(str(folder), state_dict=state, max_shard_size="5GB")
+    with _bare_experts(model):
+        model.save_pretrained(str(folder), state_dict=state, max_shard_size="5GB")
     _write_config_entries(folder / "config.json", saved_dtype, read_config(processor_from))
     loaded = load_by_headers(processor_from)
     add_tensors(folder, loaded.unused)
@@ -77,6 +79,23 @@ def save_model_folder(
         raise_misfits(folder, load_by_headers(folder).info)
     except ModelError as error:
         raise ModelError(f"the model was not written whole: {error}") from error
+
+
+@contextmanager
+def _bare_experts(model: Any) -> Iterator[None]:
+    """A context without peft's wrappers of experts, whose shapes transformers asks by name."""
+    wrappers = {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "parameter_name") and not name.endswith(".base_layer")
+    }
+    for name, wrapper in wrappers.items():
+        model.set_submodule(name, wrapper.get_base_layer())
+    try:
+        yield
+    finally:
+        for name, wrapper in wrappers.items():
+            model.set_submodule(name, wrapper)
 
 
 def _is_cast(model: Any, name: str, value: Tensor) -> bool:

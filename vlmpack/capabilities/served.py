@@ -86,8 +86,7 @@ _OTHER_LAYERS = (
 _BOTH: tuple[Engine, ...] = ("hf", "mcore")
 
 _text = partial(ServedModel, family="text_lm", engines=_BOTH)
-_NO_LORA = Limit("peft takes its shared experts for routed ones and moves their adapters")
-_experts = partial(ServedModel, family="text_lm", has_experts=True, limits={"LoRA": _NO_LORA})
+_experts = partial(ServedModel, family="text_lm", has_experts=True)
 _qwen_vl = partial(ServedModel, engines=_BOTH, pixel_knobs=("min_pixels", "max_pixels"))
 _tiled = partial(ServedModel, whole_tiles=True, pixel_knobs=("max_tiles",))
 _qwen3_5 = partial(

@@ -176,6 +176,7 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
     is_all = all(policy.mode(component) == "full" for component in COMPONENTS)
     if is_all and policy.optim.facts.is_torchs and not policy.optim.rounds:
         return EVERY_WEIGHT
+    from vlmpack.backends.hf.adapted_experts import is_expert_tensor
     from vlmpack.backends.hf.adapters import adapter_shapes, adapter_targets, held_layers
     from vlmpack.backends.hf.frozen import Packing
     from vlmpack.backends.hf.load import deferred_model
@@ -193,7 +194,8 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
         targets = adapter_targets(model, paths, policy)
         added = list(adapter_shapes(model, targets, policy.lora))
         if policy.lora.quantize != "none":
-            packings |= dict.fromkeys(targets, Packing(kind=policy.lora.quantize))
+            layers = (name for name in targets if not is_expert_tensor(model, name))
+            packings |= dict.fromkeys(layers, Packing(kind=policy.lora.quantize))
     assert all(is_adapter(name) for name, _ in added)
     trained = [shape for name, shape in chain(base, added) if policy.trains_parameter(name, paths)]
     moments = MomentSizes.of(policy.optim.facts, trained)

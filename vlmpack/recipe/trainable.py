@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -57,6 +57,10 @@ Mode = Literal["frozen", "full", "lora"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
 
+Targets = Literal["all-linear", "attention", "experts"]
+TARGETS: tuple[str, ...] = get_args(Targets)
+"""The words of `trainable.lora.targets`. Any other is the end of a name."""
+
 COMPONENTS: tuple[Component, ...] = ("vision", "projector", "language")
 
 Number = TypeVar("Number", int, float)
@@ -89,13 +93,15 @@ class LoraSection(Section):
     token."""
 
     targets: Annotated[
-        Literal["all-linear", "adapter"] | tuple[Name, ...],
-        Field(examples=[["q_proj", "v_proj"]]),
+        Targets | Literal["adapter"] | tuple[Name, ...],
+        Field(examples=[["q_proj", "v_proj"], ["all-linear", "experts"]]),
         BeforeValidator(as_tuple),
     ] = "all-linear"
-    """Layers that get an adapter. `all-linear` is every linear layer of the components whose mode
-    is `lora`. A list is those of them whose names end in one of its entries (`q_proj`,
-    `self_attn.o_proj`). `adapter` is the layers that `model.adapter` has."""
+    """What gets an adapter, in the components whose mode is `lora`. `all-linear` is every linear
+    layer. `attention` is those of queries, keys, values and outputs. `experts` is the matrices of
+    routed experts, which are no layers, and never the router. A list may hold these words, and
+    ends of layers' names (`q_proj`, `self_attn.o_proj`). It means all that any of them means.
+    `adapter` is the layers that `model.adapter` has."""
 
     rank_pattern: Annotated[dict[str, Annotated[int, Field(ge=1)]], AfterValidator(_Pattern)] = (
         Field(default_factory=_Pattern, examples=[{"q_proj": 8}])
@@ -140,6 +146,16 @@ class LoraSection(Section):
     def saves(self, parameter: str) -> bool:
         """Whether a parameter lies in one of `modules_to_save`."""
         return any(f".{module}." in f".{parameter}" for module in self.modules_to_save)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """`targets` as a list."""
+        return (self.targets,) if isinstance(self.targets, str) else self.targets
+
+    @property
+    def on_experts(self) -> bool:
+        """Whether routed experts have adapters."""
+        return "experts" in self.words
 
 
 class TrainableSection(Section):

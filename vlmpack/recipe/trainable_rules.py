@@ -81,6 +81,20 @@ def targets_are_named(model: ModelSection, trainable: TrainableSection) -> list[
     return listed_twice(where, targets) + foreign
 
 
+def adapters_of_experts_are_plain(trainable: TrainableSection) -> list[Problem]:
+    """peft has nothing but B A for a tensor of experts."""
+    lora = trainable.lora
+    if not lora.on_experts or not trainable.uses("lora"):
+        return []
+    message = "{}, which peft has no form of for experts; use {}, or targets without experts"
+    wrong = {"dora": (lora.dora, False), "dropout": (lora.dropout, 0)}
+    return [
+        Problem(("trainable", "lora", name), message.format(str(found).lower(), str(use).lower()))
+        for name, (found, use) in wrong.items()
+        if found
+    ]
+
+
 def _megatrons(targets: Iterable[str], trainable: TrainableSection) -> Iterator[str]:
     """Names of Megatron's layers; towers of transformers have some of them, too."""
     sees = {trainable.vision, trainable.projector} & {"lora"}
@@ -104,6 +118,9 @@ def adapters_fit_megatron(model: ModelSection, trainable: TrainableSection) -> l
             "set it to 0, or use model.backend: hf"
         )
         problems.append(Problem(("trainable", "lora", "dropout"), message))
+    if lora.on_experts:
+        message = "experts, which needs model.backend: hf; leave it out"
+        problems.append(Problem(("trainable", "lora", "targets"), message))
     if lora.quantize != "none":
         message = f"{lora.quantize!r} needs model.backend: hf; use none"
         problems.append(Problem(("trainable", "lora", "quantize"), message))
@@ -127,7 +144,7 @@ def adapters_have_a_layer(
     if model.backend != "mcore" or not shared or trainable.language != "lora":
         return []
     targets = trainable.lora.targets
-    if targets != "all-linear" and _SHARED_GATE not in targets:
+    if not {"all-linear", _SHARED_GATE} & {*trainable.lora.words}:
         return []
     message = (
         f"{targets!r}, but model.backend: mcore puts no adapters on {_SHARED_GATE}. Name the "

@@ -284,7 +284,7 @@ def _write(chosen: Chosen, folder: Path) -> torch.dtype | None:
         )
     save_model_folder(
         model,
-        merged_state(whole_state(model, keep=True), policy.lora),
+        merged_state(model, whole_state(model, keep=True), policy.lora),
         folder,
         processor_from=source,
         dtype=dtype,

@@ -48,10 +48,12 @@ from vlmpack.kernel_operators import is_plain
 
 
 def fuse_adapters(model: nn.Module) -> None:
-    """Replace the `forward` of every layer of peft's in a model."""
-    from peft.tuners.lora import LoraLayer
+    """Replace the `forward` of every layer of peft's in a model, but that of experts."""
+    from peft.tuners.lora import LoraLayer, ParamWrapper
 
     for module in model.modules():
+        if isinstance(module, ParamWrapper):
+            continue
         if isinstance(module, LoraLayer) and not isinstance(module, _AdaptedLayer):
             changed: Any = module
             changed.__class__ = _derived(type(module))

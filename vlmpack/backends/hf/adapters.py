@@ -21,6 +21,18 @@ from torch import Tensor, nn
 
 from vlmpack.backends.adapter_folder import ADAPTER, PREFIX, WEIGHTS, AdapterFolder, weights_file
 from vlmpack.backends.finite import refuse_non_finite_adapters, refuse_non_finite_state
+from vlmpack.backends.hf.adapted_experts import (
+    describe_targets,
+    expert_modules,
+    expert_shapes,
+    expert_targets,
+    fuse_experts,
+    is_attentions,
+    is_expert_tensor,
+    merged_tensor,
+    refuse_unreadable,
+    taken_for_experts,
+)
 from vlmpack.backends.hf.adapted_linear import fuse_adapters
 from vlmpack.backends.hf.deferred import held_codes
 from vlmpack.backends.hf.frozen import (
@@ -38,7 +50,7 @@ from vlmpack.backends.ties import FLAG, is_tied, write_ties
 from vlmpack.errors import CapabilityError, ModelError, as_model_error
 from vlmpack.families.base import ModulePaths
 from vlmpack.model_folder.weights import first
-from vlmpack.recipe.trainable import COMPONENTS, LoraSection
+from vlmpack.recipe.trainable import COMPONENTS, TARGETS, LoraSection
 from vlmpack.whole_file import share_as
 from vlmpack.words import counted, some_of, twice
 
@@ -49,18 +61,24 @@ def apply_policy(
     policy: TrainingPolicy,
     *,
     device: torch.device,
-) -> None:
+) -> str:
     """Add adapters to a model, and set for each of its parameters whether it is trained.
 
     Args:
         device: the device of packed weights.
 
+    Returns:
+        What has adapters, counted; empty without any.
+
     Raises:
         CapabilityError: a target that no linear layer answers to, or a component without any.
     """
+    added = ""
     if policy.lora is not None:
+        added = describe_targets(model, adapter_targets(model, paths, policy), paths, policy)
         add_adapters(model, paths, policy, device=device)
     set_trainable(model, paths, policy)  # last: peft has frozen everything
+    return added
 
 
 def set_trainable(model: nn.Module, paths: ModulePaths, policy: TrainingPolicy) -> None:
@@ -85,7 +103,8 @@ def add_adapters(
     assert lora is not None
     targets = adapter_targets(model, paths, policy)
     if lora.quantize != "none":
-        quantize_layers(model, targets, lora.quantize, device=device)
+        layers = [name for name in targets if not is_expert_tensor(model, name)]
+        quantize_layers(model, layers, lora.quantize, device=device)
     with torch.random.fork_rng(devices=[]):  # they are drawn on CPU; more than one GPU is a warning
         torch.manual_seed(policy.seed)  # ranks that shard must start with equal values
         inject_adapters(model, targets, lora)
@@ -99,29 +118,40 @@ def inject_adapters(
     prefix: str = "",
     empty: bool = False,
 ) -> None:
-    """Add peft's layers to linear layers of a model.
+    """Add peft's layers to linear layers and tensors of experts of a model.
 
     Args:
         prefix: what stands before the targets in the names of the whole model's layers.
         empty: without values, on the meta device; else with what torch's generator draws.
     """
     from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
 
     ranks = {name: lora.rank_of(prefix + name) for name in targets}
     scales = {name: lora.alpha_of(prefix + name) for name in targets}
+    tensors = [name for name in targets if is_expert_tensor(model, name)]
     config = LoraConfig(
         r=lora.rank,
         rank_pattern={name: rank for name, rank in ranks.items() if rank != lora.rank},
         alpha_pattern={name: alpha for name, alpha in scales.items() if alpha != lora.alpha},
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft only divides it
         lora_dropout=lora.dropout,
-        target_modules=list(targets),
+        target_modules=[name for name in targets if name not in tensors],
+        target_parameters=tensors or None,
         use_dora=lora.dora,
         use_rslora=lora.rslora,
         bias="none",
     )
-    inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=empty)
+    # By the config of some mixtures peft takes layers of shared experts for routed ones.
+    own = vars(model).pop("config", None)
+    try:
+        inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=empty)
+    finally:
+        vars(model).update({} if own is None else {"config": own})
+    wrapped = sum(isinstance(module, LoraLayer) for module in model.modules())
+    assert wrapped == len(targets), f"peft added {wrapped} adapters for {len(targets)} targets"
     fuse_adapters(model)
+    fuse_experts(model)
 
 
 @contextmanager
@@ -168,25 +198,40 @@ def adapter_targets(model: Any, paths: ModulePaths, policy: TrainingPolicy) -> l
         for name in called_layers(model, paths)
         if policy.mode(component_of(name, paths)) == "lora"
     ]
-    ends = None if lora.targets == "all-linear" else lora.targets
-    chosen = [name for name in linear if ends is None or _ends_in(name, ends)]
-    for target in ends or ():
+    words = {*lora.words}
+    ends = words - {*TARGETS}
+    chosen = [
+        name
+        for name in linear
+        if "all-linear" in words
+        or ("attention" in words and is_attentions(model, name))
+        or _ends_in(name, ends)
+    ]
+    for target in sorted(ends):
         if not any(_ends_in(name, (target,)) for name in linear):
             known = sorted({name.rpartition(".")[2] for name in linear})
             raise CapabilityError(
                 f"trainable.lora.targets: no linear layer with mode lora ends in {target!r}; "
                 f"there are {', '.join(known) or 'none'}"
             )
+    if "experts" in words:
+        if not (tensors := expert_targets(model, paths, policy)):
+            raise CapabilityError(
+                "trainable.lora.targets: 'experts', but no component with mode lora has routed "
+                "experts without biases and norms in tensors (experts, out, in); leave it out"
+            )
+        chosen += tensors
     for component in COMPONENTS:
         if policy.mode(component) == "lora" and not any(
             component_of(name, paths) == component for name in chosen
         ):
             raise CapabilityError(
                 f"trainable.{component}: 'lora', but no linear layer of the {component} "
-                f"{'is there' if ends is None else 'is among trainable.lora.targets'}; "
+                f"{'is there' if words == {'all-linear'} else 'is among trainable.lora.targets'}; "
                 f"use full or frozen for it"
             )
     _check_in_full(model, paths, policy)
+    refuse_unreadable(model, chosen, lora)
     return chosen
 
 
@@ -251,6 +296,9 @@ def adapter_shapes(
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of the parameters that adapters add to a model."""
     for target in targets:
+        if is_expert_tensor(model, target):
+            yield from expert_shapes(model, target, lora.rank_of(target))
+            continue
         linear: Any = model.get_submodule(target)
         (rows, columns), rank = linear.weight.shape, lora.rank_of(target)
         yield f"{target}.lora_A.{ADAPTER}.weight", (rank, columns)
@@ -290,7 +338,9 @@ def merged_layer(
     return merged_weight(weight, a, b, lora.scaling_of(layer), magnitude)
 
 
-def merged_state(state: Mapping[str, Tensor], lora: LoraSection | None) -> dict[str, Tensor]:
+def merged_state(
+    model: nn.Module, state: Mapping[str, Tensor], lora: LoraSection | None
+) -> dict[str, Tensor]:
     """Whole tensors under transformers' names, from those of a model with adapters inside.
 
     Args:
@@ -298,17 +348,26 @@ def merged_state(state: Mapping[str, Tensor], lora: LoraSection | None) -> dict[
     """
     if lora is None:
         return dict(state)
+    experts = {name: module for name, module in expert_modules(model) if BASE in name + "."}
     merged: dict[str, Tensor] = {}
+
+    def part(name: str) -> Tensor:
+        return state[name].float()
+
     for name, value in state.items():
-        layer, base, kind = name.partition(BASE)
-        if not base:
-            if ".lora_" not in name:
-                merged[name] = value
+        path, _, own = name.rpartition(".")
+        if is_adapter(name):
             continue
-        if kind == "weight":
-            whole = merged_layer(value.float(), layer, lambda part: state[part].float(), lora)
-            value = whole.to(value.dtype)
-        merged[f"{layer}.{kind}"] = value
+        if path in experts:
+            outer = path.partition(BASE)[0]
+            target, inner = f"{outer}.{own}", experts[path]
+            whole = merged_tensor(value.float(), inner, target, part, lora.scaling_of(target))
+            merged[target] = whole.to(value.dtype)
+            continue
+        layer, base, kind = name.partition(BASE)
+        if base and kind == "weight":
+            value = merged_layer(value.float(), layer, part, lora).to(value.dtype)
+        merged[f"{layer}.{kind}" if base else name] = value
     return merged
 
 
@@ -338,7 +397,10 @@ def save_adapter(
     config.base_model_name_or_path = base
     config.inference_mode = True
     config.modules_to_save = list(in_full) or None
-    config.target_modules = sorted(config.target_modules)  # a set has no order to write down
+    moved = taken_for_experts(model, config)
+    config.target_modules = sorted({*config.target_modules} - moved)  # a set has no order
+    tensors_of = [f"{name}.weight" for name in moved]  # peft reads a layer's name as an expert's
+    config.target_parameters = sorted([*(config.target_parameters or ()), *tensors_of]) or None
     config.auto_mapping = {
         "base_model_class": type(model).__name__,
         "parent_library": type(model).__module__,

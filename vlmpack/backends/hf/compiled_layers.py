@@ -206,4 +206,6 @@ def _why_eager(layer: nn.Module) -> str | None:
         return "packed weights are unpacked by functions that no compiler sees through"
     if any(ADAPTER in getattr(module, "lora_magnitude_vector", ()) for module in layer.modules()):
         return "adapters of DoRA are a function that no compiler sees through"
+    if any(hasattr(module, "parameter_name") for module in layer.modules()):
+        return "adapters of experts are grouped products of sorted tokens, which stay eager"
     return None

@@ -142,11 +142,8 @@ class HFEngine:
         self.fused, why_none = _fused(loaded, model, ranks.device, narrow=not stranger)
         self.draws = self._draws(loaded, model, captures=compute.captures)
         recompute_layers(loaded, model.recomputed, draws=self.draws)
-        apply_policy(loaded, self.paths, policy, device=ranks.device)
+        self.components, self.adapted = self._adapt(loaded)
         narrow = self._narrowed(loaded) if self._is_narrow() else 0
-        self.components: Sequence[ComponentCount] = count_components(
-            whole_shapes(loaded), policy, self.paths
-        )
         self.vlm = packed_model(loaded, encoder)
         balance = self.vlm.router_loss = router_loss(language, model.router_aux_loss_coef)
         self.router_sum = None if balance is None else balance.sum
@@ -184,6 +181,12 @@ class HFEngine:
             "recomputed": described(model.recomputed),
             **self._described_parameters(narrow, rounded),
         }
+
+    def _adapt(self, loaded: Any) -> tuple[Sequence[ComponentCount], str]:
+        """Apply the policy; what it trains, and what has adapters."""
+        policy, paths = self.policy, self.paths
+        added = apply_policy(loaded, paths, policy, device=self.device)
+        return count_components(whole_shapes(loaded), policy, paths), added
 
     def _draws(self, loaded: Any, model: ModelSection, *, captures: bool) -> bool:
         """Whether layers draw random numbers."""
@@ -236,6 +239,7 @@ class HFEngine:
     def _described_parameters(self, narrow: int, rounded: int) -> dict[str, str]:
         """How many there are, which are trained, and how those that are not lie in memory."""
         counted = {
+            **({"adapters": self.adapted} if self.adapted else {}),
             "parameters": f"{sum(count.parameters for count in self.components):,}",
             "trained": describe_counts(self.components),
         }
@@ -404,7 +408,7 @@ class HFEngine:
         self.ranks.on_main(
             lambda: save_model_folder(
                 self.vlm.model,
-                merged_state(state, self.policy.lora),
+                merged_state(self.vlm.model, state, self.policy.lora),
                 folder,
                 processor_from=processor_from,
                 dtype=dtype,

@@ -23,7 +23,7 @@ Shapes: T slots, E experts, K experts of a token, D width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmpack.backends.engine import RouterSum
+from vlmpack.backends.hf.adapted_experts import expert_modules, expert_tensors
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import Batch, PaddedBatch, padded_as_row, padding_mask
 
@@ -159,7 +160,7 @@ def set_experts(language: Any) -> dict[str, str]:
     Returns:
         What was chosen, for the log and the report; empty where there was nothing to choose.
     """
-    if next(_experts(language), None) is None:
+    if next(expert_modules(language), None) is None:
         return {}
     try:
         language.get_correct_experts_implementation("grouped_mm")
@@ -175,11 +176,11 @@ def set_experts(language: Any) -> dict[str, str]:
 
 def expert_weights(model: nn.Module) -> list[Tensor]:
     """The matrices of experts, which any form multiplies in the compute dtype."""
-    return [value for part in _experts(model) for value in part.parameters() if value.ndim > 2]
-
-
-def _experts(model: nn.Module) -> Iterator[nn.Module]:
-    return (module for module in model.modules() if hasattr(module, "_is_expert_parallel"))
+    return [
+        part.get_parameter(name)
+        for _, part in expert_modules(model)
+        for name in expert_tensors(part)
+    ]
 
 
 def grouped_experts(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vlmpack.backends.adapter_folder import ADAPTER
+from vlmpack.backends.hf.adapted_experts import BASE_LAYER, by_expert
 from vlmpack.backends.hf.frozen import BASE
 from vlmpack.backends.policy import component_of, is_adapter
 from vlmpack.families.base import ModulePaths
@@ -173,10 +174,17 @@ class AdapterRun:
 
     Args:
         weights: of adapters, and under DoRA those of the adapted layers.
+        experts: the tensor that each wrapper of experts adapts, and whether it is (E, in, out).
     """
 
     weights: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    experts: dict[str, tuple[str, bool]] = field(default_factory=dict)
+
+    def weight_of(self, name: str) -> str:
+        """transformers' name of the weight that an adapter's parameter lies beside."""
+        layer = name.partition(".lora_")[0]
+        return self.experts[layer][0] if layer in self.experts else f"{layer}.weight"
 
     @classmethod
     def of(cls, model: nn.Module | None, lora: LoraSection | None) -> AdapterRun:
@@ -188,6 +196,11 @@ class AdapterRun:
         run = cls()
         if model is None or lora is None:
             return run
+        named: dict[str, Any] = dict(model.named_modules())
+        for name, wrapper in named.items():
+            if hasattr(wrapper, "parameter_name"):
+                tensor = f"{name.partition(f'.{BASE_LAYER}')[0]}.{wrapper.parameter_name}"
+                run.experts[name] = tensor, wrapper.get_base_layer().is_transposed
         for name, parameter in model.named_parameters():
             if is_adapter(name):
                 gradient = parameter.grad
@@ -206,22 +219,26 @@ def _whole(value: Any) -> Tensor:
 
 
 def expected_gradients(
-    weights: Mapping[str, Tensor], stock: Mapping[str, Tensor], lora: LoraSection
+    run: AdapterRun, stock: Mapping[str, Tensor], lora: LoraSection
 ) -> dict[str, Tensor]:
     """The gradients of adapters at their start, from the stock model's.
 
     Args:
-        weights: see `AdapterRun`.
         stock: gradients of whole weights, under transformers' names.
     """
-    gradients = {}
+    gradients, weights = {}, run.weights
     for name, value in weights.items():
         layer, mark, _ = name.partition(".lora_")
         if not mark:
             continue
-        whole = stock[f"{layer}.weight"].double()
+        whole = stock[run.weight_of(name)].double()
         if name.endswith(WEIGHT_A):
             expected = 0.0 * value.double()
+        elif name.endswith(WEIGHT_B) and layer in run.experts:
+            whole = whole.mT if run.experts[layer][1] else whole
+            down, _ = by_expert(weights[layer + WEIGHT_A].double(), value, len(whole))
+            update = lora.scaling_of(run.weight_of(name)) * (whole @ down.mT)
+            expected = update.permute(1, 2, 0).reshape(value.shape)
         elif name.endswith(WEIGHT_B):
             expected = lora.scaling_of(layer) * (whole @ weights[layer + WEIGHT_A].double().T)
         else:
@@ -245,12 +262,10 @@ def check_adapters(
     """
     if lora is None or not run.gradients:
         return []
-    expected = expected_gradients(run.weights, compared.stock.gradients, lora)
+    expected = expected_gradients(run, compared.stock.gradients, lora)
     errors = gradient_errors(expected, run.gradients.items())
     noise = {
-        name: GradientError(
-            own[name.partition(".lora_")[0] + ".weight"].relative ** 2 * error.scale, error.scale
-        )
+        name: GradientError(own[run.weight_of(name)].relative ** 2 * error.scale, error.scale)
         for name, error in errors.items()
     }
     return check_gradients(compared, errors, noise, dict.fromkeys(errors, "adapters"), {})
