@@ -13,7 +13,6 @@ s (B A - B0 A0), adapters of twice the rank.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from vlmpack.errors import ModelError, as_model_error
 from vlmpack.families.base import ModulePaths
 from vlmpack.model_folder.safetensors_read import DTYPES, StoredTensor, read_into, tensors_of
 from vlmpack.model_folder.weights import first
-from vlmpack.words import counted
+from vlmpack.words import counted, twice
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -40,7 +39,8 @@ _OF_A_RESIDUAL = ("pissa_init", "pissa_backup")
 """Folders of LLaMA-Factory's whose adapters do not say how they started."""
 _ENDS = {
     f".lora_{kind}{end}": f".lora_{kind}.{ADAPTER}.weight"
-    for kind, end in (("A", ".weight"), ("B", ".weight"), ("magnitude_vector", ""))
+    for kind in ("A", "B", "magnitude_vector")
+    for end in ("", ".weight", f".{ADAPTER}.weight")
 }
 """Ends of names in the file, and of the parameters that they are."""
 
@@ -119,15 +119,14 @@ class AdapterFolder:
                     f"{tensor.file} has {tensor.name} as {tensor.dtype}; expected one of "
                     f"{', '.join(DTYPES)}"
                 )
-        tensors = {_parameter(tensor.name, newer): tensor for tensor in stored}
-        if len(tensors) < len(stored):
-            ((name, _),) = Counter(_parameter(each.name, newer) for each in stored).most_common(1)
+        names = [_parameter(tensor.name, newer) for tensor in stored]
+        if shared := sorted(twice(names)):
             raise ModelError(
                 f"{folder}: its adapters do not fit the model: {WEIGHTS} has "
-                f"{counted(len(stored), 'tensor')} for {len(tensors)} of the model's; expected one "
-                f"for each ({name})"
+                f"{counted(len(names), 'tensor')} for {len({*names})} of the model's; expected one "
+                f"for each ({first(shared)})"
             )
-        return tensors
+        return dict(zip(names, stored, strict=True))
 
     @property
     def folder(self) -> Path:

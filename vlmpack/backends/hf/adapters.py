@@ -52,7 +52,7 @@ from vlmpack.families.base import ModulePaths
 from vlmpack.model_folder.weights import first
 from vlmpack.recipe.trainable import COMPONENTS, TARGETS, LoraSection
 from vlmpack.whole_file import share_as
-from vlmpack.words import counted, some_of, twice
+from vlmpack.words import counted, some_of
 
 
 def apply_policy(
@@ -519,7 +519,6 @@ def _adapted(model: Any, folder: Path) -> Any:
             loaded: Any = set_peft_model_state_dict(adapted, tensors)
     except Exception as error:  # of anything: settings and tensors are whatever the folder says
         raise _misfit(folder, error) from error
-    filled = len(adapted.state_dict()) - len(loaded.missing_keys)
     misfits = {
         "without a place in the model": sorted(loaded.unexpected_keys),
         "without a tensor in the folder": sorted(n for n in loaded.missing_keys if ".lora_" in n),
@@ -531,13 +530,6 @@ def _adapted(model: Any, folder: Path) -> Any:
         f"{len(names)} {what} ({first(names)})" for what, names in misfits.items() if names
     ]:
         raise ModelError(f"{folder}: its adapters do not fit the model: {'; '.join(listed)}")
-    if filled < len(tensors):
-        plain = (n.replace(".modules_to_save", "").replace(".default", "") for n in tensors)
-        raise ModelError(
-            f"{folder}: its adapters do not fit the model: {path.name} has "
-            f"{counted(len(tensors), 'tensor')} for {filled} of the model's; expected one for each "
-            f"({first(sorted(twice(plain))) or 'under an older name and a newer one'})"
-        )
     return adapted
 
 
