@@ -128,7 +128,7 @@ def test_four_bits(encoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = memory(recipe, encoder)
     trained = trained_sizes(policy_of(recipe), encoder)
     # Queries and outputs of 128, keys and values of 64, an MLP of 384, in four layers of 128.
-    whole, block = trained.packed
+    whole, block, _ = trained.packed
     assert whole.weights == 4 * 128 * (2 * 128 + 2 * 64 + 3 * 384) == 4 * block.weights
     assert packed.weights == plain.weights - 4 * whole.weights + whole.bytes
     # Half a byte, and a scale of 8 bits for 64 of them; then a float for 256 scales and a table.

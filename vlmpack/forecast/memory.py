@@ -232,9 +232,9 @@ class _Estimate:
             gradients += 4 * all_updated  # whole until the last micro-batch's are reduced
         copied = narrow = 0
         if shards > 1:
-            weights, packed = trained.packed[1]
-            gathered = self.number * (sizes.largest_block - weights) + packed
-            copied = self.number * sizes.outside + 2 * gathered
+            _, block, outside = trained.packed
+            gathered = self.number * (sizes.largest_block - block.weights) + block.bytes
+            copied = self.number * (sizes.outside - outside.weights) + outside.bytes + 2 * gathered
         elif self.model.dtype == "bfloat16":
             narrow = trained.narrow
             copied = 2 * (count - trained.before_graph - trained.narrow_in_graph)

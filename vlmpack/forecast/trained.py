@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from vlmpack.backends.policy import (
 from vlmpack.encode import Encoder
 from vlmpack.errors import ModelError
 from vlmpack.forecast.parameters import ModelSizes, block_of
-from vlmpack.model_folder.quantised import dense_headers, is_quantised
+from vlmpack.model_folder.quantised import Packing, dense_headers, is_quantised
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recipe.trainable import (
     BLOCK,
@@ -36,9 +36,6 @@ from vlmpack.recipe.trainable import (
     OptimizerFacts,
 )
 from vlmpack.whole_file import read_json
-
-if TYPE_CHECKING:
-    from vlmpack.backends.hf.frozen import Packing
 
 
 class MomentBytes(NamedTuple):
@@ -109,7 +106,7 @@ class TrainedSizes:
         tower_adapters: those of them in tower and projector.
         cut_adapters: those of the language model that tensor parallelism cuts, like their weights;
             each rank holds the others whole.
-        packed: weights held in 4 or 8 bits, of the model and of the block that has most.
+        packed: weights held in 4 or 8 bits: of the model, of the block that has most, and of none.
         before_graph: parameters of frozen components before the first trained one, which no
             gradient passes; without adapters.
         narrow: frozen weights that the hf engine holds in bfloat16, if it computes in it.
@@ -125,7 +122,7 @@ class TrainedSizes:
     adapters: int = 0
     tower_adapters: int = 0
     cut_adapters: int = 0
-    packed: tuple[PackedSizes, PackedSizes] = (NO_PACKED, NO_PACKED)
+    packed: tuple[PackedSizes, PackedSizes, PackedSizes] = (NO_PACKED,) * 3
     before_graph: int = 0
     narrow: int = 0
     narrow_in_graph: int = 0
@@ -178,7 +175,6 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
         return EVERY_WEIGHT
     from vlmpack.backends.hf.adapted_experts import is_expert_tensor
     from vlmpack.backends.hf.adapters import adapter_shapes, adapter_targets, held_layers
-    from vlmpack.backends.hf.frozen import Packing
     from vlmpack.backends.hf.load import deferred_model
     from vlmpack.backends.skeleton import model_skeleton
 
@@ -189,7 +185,7 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
     packings: dict[str, Packing] = {}
     if is_quantised(encoder.folder):
         held = held_layers(deferred_model(encoder.folder), paths, policy)
-        packings |= {name: packing for name, (packing, _) in held.items()}
+        packings |= {name: codes.packing for name, codes in held.items()}
     if policy.lora is not None:
         targets = adapter_targets(model, paths, policy)
         added = list(adapter_shapes(model, targets, policy.lora))
@@ -236,16 +232,18 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
     )
 
 
-def _packed(model: Any, packings: Mapping[str, Packing]) -> tuple[PackedSizes, PackedSizes]:
-    """Of all packed layers, and of the block that has most of them."""
+def _packed(
+    model: Any, packings: Mapping[str, Packing]
+) -> tuple[PackedSizes, PackedSizes, PackedSizes]:
+    """Of all packed layers, of the block that has most, and of those in no block."""
     blocks: dict[str, PackedSizes] = {"": NO_PACKED}
     for name, packing in packings.items():
         shape = tuple(model.get_submodule(name).weight.shape)
         block, (weights, held) = block_of(name) or "", blocks.get(block_of(name) or "", NO_PACKED)
         blocks[block] = PackedSizes(weights + prod(shape), held + packing.nbytes(shape))
     whole = PackedSizes(*map(sum, zip(*blocks.values(), strict=True)))
-    del blocks[""]
-    return whole, max(blocks.values(), default=NO_PACKED)
+    outside = blocks.pop("")
+    return whole, max(blocks.values(), default=NO_PACKED), outside
 
 
 def _rounded(model: Any, policy: TrainingPolicy, encoder: Encoder) -> int:

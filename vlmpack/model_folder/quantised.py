@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,51 +31,78 @@ Make = Callable[[StoredTensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldCodes:
-    """The codes and scales that a folder of bitsandbytes has of a weight (out, in).
+class Packing:
+    """How the bytes of a packed weight are read.
 
     Args:
-        kind: nf4, fp4 or int8.
-        blocksize: weights that share a scale, of 4 bits.
-        dtype: of the dense weight.
-        parts: codes, then scales; of nested ones also scales, table and offset of the scales.
+        kind: `int8` has a scale for each row, `nf4` and `fp4` one for each block.
+        blocksize: weights of a block.
+        nested: whether the scales of blocks are codes of 8 bits, 256 of which share a scale.
+        dtype: of the unpacked weight.
+    """
+
+    kind: Literal["nf4", "fp4", "int8"]
+    blocksize: int = 64
+    nested: bool = True
+    dtype: torch.dtype = torch.float32
+
+    def layout(self, shape: Sequence[int]) -> list[tuple[torch.dtype, int]]:
+        """Type and number of codes, then of each kind of scales."""
+        count = prod(shape)
+        if self.kind == "int8":
+            return [(torch.int8, count), (torch.float32, shape[0])]
+        codes, blocks = (torch.uint8, -(-count // 2)), -(-count // self.blocksize)
+        if not self.nested:
+            return [codes, (torch.float32, blocks)]
+        table, scales = (torch.float32, 256), (torch.float32, -(-blocks // 256))
+        return [codes, (torch.uint8, blocks), scales, table, (torch.float32, 1)]
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        """Bytes of a packed weight."""
+        return sum(aligned(dtype.itemsize * count) for dtype, count in self.layout(shape))
+
+
+ALIGNED = 16
+"""Bytes at whose multiples each kind of codes or scales begins."""
+
+
+def aligned(size: int) -> int:
+    """The next multiple of `ALIGNED`."""
+    return -(-size // ALIGNED) * ALIGNED
+
+
+class HeldCodes(NamedTuple):
+    """The codes and scales that a folder of bitsandbytes has of a weight.
+
+    Args:
+        shape: (out, in).
+        parts: in the packing's order.
         table: what codes of 4 bits stand for.
     """
 
-    kind: str
-    blocksize: int
-    dtype: torch.dtype
+    packing: Packing
     shape: tuple[int, ...]
     parts: Sequence[Tensor]
     table: Tensor | None = None
 
-    @property
-    def nested(self) -> bool:
-        """Whether scales are codes too."""
-        return len(self.parts) > 2
-
     def dense(self) -> Tensor:
-        """The weight."""
+        """The weight, in the packing's dtype."""
         codes, scales, *inner = self.parts
-        if self.kind == "int8":
-            return (codes.float() * (scales / 127)[:, None]).to(self.dtype)
+        if self.table is None:
+            return codes.float() * (scales / 127)[:, None]
         if inner:
             outer, table, offset = inner
             nested = table[scales.long()] * outer.repeat_interleave(256)[: len(scales)]
             scales = nested + offset
-        nibbles = torch.stack((codes >> 4, codes & 15), -1).view(-1)[: prod(self.shape)]
-        wide = scales.repeat_interleave(self.blocksize)[: prod(self.shape)]
-        assert self.table is not None
-        return (self.table[nibbles.long()] * wide).view(self.shape).to(self.dtype)
+        count = prod(self.shape)
+        nibbles = torch.stack((codes >> 4, codes & 15), -1).view(-1)[:count]
+        wide = scales.repeat_interleave(self.packing.blocksize)[:count]
+        return (self.table[nibbles.long()] * wide).view(self.shape).to(self.packing.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class DenseTensors:
-    """The tensors of a folder, dense, by the names of its weights.
-
-    Args:
-        held: those of bitsandbytes again, as the folder has them.
-    """
+class DenseTensors(NamedTuple):
+    """The tensors of a folder, dense, by the names of its weights; those of bitsandbytes again, as
+    the folder has them."""
 
     tensors: Mapping[str, Tensor]
     held: Mapping[str, HeldCodes]
@@ -139,7 +166,8 @@ def _values(stored: StoredTensor) -> Tensor:
 def _held(
     found: dict[str, Tensor], stored: Mapping[str, StoredTensor]
 ) -> Iterator[tuple[str, HeldCodes]]:
-    for kind in ("nf4", "fp4"):
+    kinds: tuple[Literal["nf4", "fp4"], ...] = ("nf4", "fp4")
+    for kind in kinds:
         end = f".quant_state.bitsandbytes__{kind}"
         for name in _ending(found, end):
             said = json.loads(bytes(_values(stored[name + end]).tolist()))
@@ -152,30 +180,19 @@ def _held(
                 offset = torch.tensor([float(said["nested_offset"])])
                 table = found.pop(f"{name}.nested_quant_map")
                 parts += [found.pop(f"{name}.nested_absmax"), table, offset.to(codes.device)]
-            yield (
-                name,
-                HeldCodes(
-                    kind=kind,
-                    blocksize=int(said["blocksize"]),
-                    dtype=getattr(torch, said["dtype"]),
-                    shape=tuple(said["shape"]),
-                    parts=parts,
-                    table=found.pop(f"{name}.quant_map"),
-                ),
+            packing = Packing(
+                kind=kind,
+                blocksize=int(said["blocksize"]),
+                nested=len(parts) > 2,
+                dtype=getattr(torch, said["dtype"]),
             )
+            table = found.pop(f"{name}.quant_map")
+            yield name, HeldCodes(packing, tuple(said["shape"]), parts, table)
     for layer in _ending(found, ".SCB"):
         codes, scales = found[f"{layer}.weight"], found.pop(f"{layer}.SCB")
         found.pop(f"{layer}.weight_format", None)
-        yield (
-            f"{layer}.weight",
-            HeldCodes(
-                kind="int8",
-                blocksize=0,
-                dtype=torch.float32,
-                shape=tuple(codes.shape),
-                parts=[codes, scales],
-            ),
-        )
+        held = HeldCodes(Packing(kind="int8"), tuple(codes.shape), [codes, scales])
+        yield f"{layer}.weight", held
 
 
 def _eight_bit_floats(

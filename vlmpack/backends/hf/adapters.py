@@ -38,8 +38,6 @@ from vlmpack.backends.hf.deferred import held_codes
 from vlmpack.backends.hf.frozen import (
     BASE,
     PackedLinear,
-    Packing,
-    packing_of,
     quantize_layers,
     read_by_dtype,
     read_by_parents,
@@ -49,6 +47,7 @@ from vlmpack.backends.policy import TrainingPolicy, component_of, is_adapter, is
 from vlmpack.backends.ties import FLAG, is_tied, write_ties
 from vlmpack.errors import CapabilityError, ModelError, as_model_error
 from vlmpack.families.base import ModulePaths
+from vlmpack.model_folder.quantised import HeldCodes
 from vlmpack.model_folder.weights import first
 from vlmpack.recipe.trainable import COMPONENTS, TARGETS, LoraSection
 from vlmpack.whole_file import share_as
@@ -249,22 +248,20 @@ def called_layers(model: Any, paths: ModulePaths) -> list[str]:
     ]
 
 
-def held_layers(
-    model: Any, paths: ModulePaths, policy: TrainingPolicy
-) -> dict[str, tuple[Packing, Sequence[Tensor]]]:
-    """The frozen linear layers whose codes a quantised folder has, with these codes and scales.
+def held_layers(model: Any, paths: ModulePaths, policy: TrainingPolicy) -> dict[str, HeldCodes]:
+    """The frozen linear layers whose codes and scales a quantised folder has, with these.
 
     Args:
         model: of `deferred_model`.
     """
-    by_dtype, found = read_by_dtype(model) | read_by_parents(model), {}
+    read, found = read_by_dtype(model) | read_by_parents(model), dict[str, HeldCodes]()
     for name in called_layers(model, paths):
         layer = model.get_submodule(name)
         held = held_codes(layer.weight)
-        if held is None or id(layer) in by_dtype:
+        if held is None or id(layer) in read:
             continue
         if not policy.trains_parameter(f"{name}.weight", paths):
-            found[name] = packing_of(held), held.parts
+            found[name] = held
     return found
 
 

@@ -14,9 +14,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
-from math import prod
 from sys import modules
 from typing import Any, Literal
 
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 
 from vlmpack.backends.hf.deferred import read_whole
 from vlmpack.backends.hf.optimizer import require_bitsandbytes
-from vlmpack.model_folder.quantised import HeldCodes
+from vlmpack.model_folder.quantised import HeldCodes, Packing, aligned
 
 BASE = ".base_layer."
 """What stands before the name of a parameter of an adapted layer."""
@@ -104,42 +102,6 @@ def widened(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
     return output.float()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """How the bytes of a packed weight are read.
-
-    Args:
-        kind: `int8` has a scale for each row, `nf4` and `fp4` one for each block.
-        blocksize: weights of a block.
-        nested: whether the scales of blocks are codes of 8 bits, 256 of which share a scale.
-        dtype: of the unpacked weight.
-    """
-
-    kind: Literal["nf4", "fp4", "int8"]
-    blocksize: int = 64
-    nested: bool = True
-    dtype: torch.dtype = torch.float32
-
-    def layout(self, shape: Sequence[int]) -> list[tuple[torch.dtype, int]]:
-        """Type and number of codes, then of each kind of scales."""
-        count = prod(shape)
-        if self.kind == "int8":
-            return [(torch.int8, count), (torch.float32, shape[0])]
-        codes, blocks = (torch.uint8, -(-count // 2)), -(-count // self.blocksize)
-        if not self.nested:
-            return [codes, (torch.float32, blocks)]
-        table, scales = (torch.float32, 256), (torch.float32, -(-blocks // 256))
-        return [codes, (torch.uint8, blocks), scales, table, (torch.float32, 1)]
-
-    def nbytes(self, shape: Sequence[int]) -> int:
-        """Bytes of a packed weight."""
-        return sum(_aligned(dtype.itemsize * count) for dtype, count in self.layout(shape))
-
-
-ALIGNED = 16
-"""Bytes at whose multiples each kind of codes or scales begins."""
-
-
 class PackedLinear(nn.Linear):
     """A frozen linear layer that unpacks its weight for each product.
 
@@ -163,7 +125,7 @@ class PackedLinear(nn.Linear):
         else:
             assert [(part.dtype, part.numel()) for part in parts] == packing.layout(shape)
             flat = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
-            data = torch.cat([nn.functional.pad(x, (0, _aligned(len(x)) - len(x))) for x in flat])
+            data = torch.cat([nn.functional.pad(x, (0, aligned(len(x)) - len(x))) for x in flat])
         self.weight = nn.Parameter(data, requires_grad=False)
         self.bias = bias
 
@@ -211,7 +173,7 @@ class PackedLinear(nn.Linear):
         for dtype, count in self.packing.layout(self.shape):
             size = dtype.itemsize * count
             parts.append(data[start : start + size].view(dtype))
-            start += _aligned(size)
+            start += aligned(size)
         return parts
 
     def _state(self, data: Tensor) -> tuple[Tensor, Any]:
@@ -233,10 +195,6 @@ class PackedLinear(nn.Linear):
             **given,
         )
         return codes.view(-1, 1), state
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
 
 
 def check_quantization(quantize: str) -> None:
@@ -263,16 +221,9 @@ def quantize_layers(
         replace_layer(model, name, PackedLinear(weight.shape, Packing(kind=kind), parts, bias))
 
 
-def packing_of(held: HeldCodes) -> Packing:
-    """How the codes of a quantised folder are read as a packed weight."""
-    kind: Any = held.kind
-    blocks = {} if kind == "int8" else {"blocksize": held.blocksize}
-    return Packing(kind=kind, nested=held.nested, dtype=held.dtype, **blocks)
-
-
 def keep_packed(
     model: nn.Module,
-    held: Mapping[str, tuple[Packing, Sequence[Tensor]]],
+    held: Mapping[str, HeldCodes],
     read: Callable[[Tensor], Tensor],
 ) -> None:
     """Replace linear layers by packed ones with the codes and scales of a folder.
@@ -283,12 +234,12 @@ def keep_packed(
     Raises:
         CapabilityError: they are of 4 bits, and bitsandbytes is not installed.
     """
-    if any(packing.kind != "int8" for packing, _ in held.values()):
+    if any(codes.packing.kind != "int8" for codes in held.values()):
         require_bitsandbytes("model.path: the folder's weights in 4 bits", "a dense model")
-    for name, (packing, parts) in held.items():
+    for name, codes in held.items():
         plain: Any = model.get_submodule(name)
-        codes = [read(part) for part in parts]
-        replace_layer(model, name, PackedLinear(plain.weight.shape, packing, codes, plain.bias))
+        parts = [read(part) for part in codes.parts]
+        replace_layer(model, name, PackedLinear(codes.shape, codes.packing, parts, plain.bias))
 
 
 def replace_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
