@@ -32,7 +32,10 @@ def test_settings_are_those_of_a_recipe(tmp_path: Path) -> None:
     [
         ({"lora_bias": True}, "biases beside B"),
         ({"trainable_token_indices": [3]}, "rows of embeddings"),
-        ({"target_parameters": ["experts.down_proj"]}, "adapters of parameters"),
+        (
+            {"target_parameters": ["experts.down_proj"], "rank_pattern": {"q_proj": 3}},
+            "ranks or scales that differ by layer beside adapters of parameters",
+        ),
     ],
 )
 def test_what_a_recipe_cannot_say_is_named(

@@ -23,6 +23,7 @@ from vlmpack.capabilities.served import SERVED
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
+from vlmpack.families.base import ModulePaths
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.weights import first
 from vlmpack.recipe import Recipe, load_recipe
@@ -33,6 +34,9 @@ COLUMNS = ("component", "mode", "parameters", "trained", "share", "peak lr", "we
 
 
 logger = logging.getLogger("vlmpack")
+
+PARAMETERS = "target_parameters"
+"""peft's setting for adapters of parameters, such as tensors of experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +91,9 @@ def with_adapter_layers(recipe: Recipe) -> Recipe:
     policy = TrainingPolicy(trainable=every, optim=recipe.optim)
     linear = adapter_targets(model, paths, policy)
     stored = _adapters_for(Path(folder), model)
-    if others := sorted(stored.layers.keys() - set(linear)):
+    experts = _of_experts(stored, model, paths, policy)
+    layers, parameters = stored.layers.keys() - experts, stored.config.values.get(PARAMETERS)
+    if others := sorted(layers if parameters and not experts else layers - set(linear)):
         component = component_of(others[0], paths)
         raise ModelError(
             f"model.adapter: {folder} has adapters of {first(others)}, which is no linear layer of "
@@ -99,19 +105,37 @@ def with_adapter_layers(recipe: Recipe) -> Recipe:
         both = {name.rpartition(".")[0] for name in pair}
         modules |= both if both & modules else set()
     rest = [name for name in linear if name not in stored.layers]
+    targets = _ends(sorted(layers), rest) if rest else ["all-linear"]
     changes = {
-        "targets": _ends(stored.layers, rest) if rest else "all-linear",
+        "targets": [*targets, "experts"] if experts else targets if rest else "all-linear",
         "rank_pattern": {
-            name: rank for name in stored.layers if (rank := stored.rank(name)) != lora.rank
+            name: rank for name in sorted(layers) if (rank := stored.rank(name)) != lora.rank
         },
         "alpha_pattern": {
-            name: alpha for name in stored.layers if (alpha := stored.alpha(name)) != lora.alpha
+            name: alpha for name in sorted(layers) if (alpha := stored.alpha(name)) != lora.alpha
         },
         "modules_to_save": sorted(
             name for name in modules if policy.mode(component_of(name, paths)) == "lora"
         ),
     }
     return load_recipe(recipe, {f"trainable.lora.{key}": value for key, value in changes.items()})
+
+
+def _of_experts(
+    stored: AdapterFolder, model: Any, paths: ModulePaths, policy: TrainingPolicy
+) -> set[str]:
+    """Names of adapted layers that are wrappers around tensors of routed experts.
+
+    None of them where the folder has not all, or adapters of other parameters.
+    """
+    from vlmpack.backends.hf.adapted_experts import expert_shapes, expert_targets
+
+    experts = expert_targets(model, paths, policy)
+    shapes = (shape for each in experts for shape in expert_shapes(model, each, 1))
+    wrappers = {name.partition(".lora_")[0] for name, _ in shapes}
+    ends: Any = stored.config.values.get(PARAMETERS) or ()
+    known = all(any(each.endswith(f".{end}") for each in experts) for end in ends)
+    return wrappers if known and wrappers <= stored.layers.keys() else set()
 
 
 def _ends(names: Iterable[str], others: Iterable[str]) -> list[str]:

@@ -36,7 +36,6 @@ _OF = "alpha_pattern of "
 _UNKNOWN_HERE = {
     "lora_bias": "biases beside B, which a layer without a bias cannot take",
     "fan_in_fan_out": "weights that lie the other way round",
-    "target_parameters": "adapters of parameters, which are no linear layers",
     "trainable_token_indices": "rows of embeddings",
     **dict.fromkeys(
         ("kasa_config", "monteclora_config", "use_bdlora", "velora_config"), "a variant of LoRA"
@@ -121,6 +120,9 @@ class AdapterConfig:
     @property
     def unknown_here(self) -> str | None:
         """What of them a recipe has no words for; None where it has them all."""
+        patterns = self.values.get("rank_pattern"), self.values.get("alpha_pattern")
+        if self.values.get("target_parameters") and any(patterns):
+            return "ranks or scales that differ by layer beside adapters of parameters"
         return next((what for key, what in _UNKNOWN_HERE.items() if self.values.get(key)), None)
 
     def alpha_of(self, layer: str) -> float:

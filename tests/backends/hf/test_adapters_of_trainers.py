@@ -224,7 +224,11 @@ FORMS = {
         refused=NO_WORDS, modes=SEEN),
     "peft: alora": Form(PEFT, {"target_modules": INNER, "alora_invocation_tokens": [5, 9]},
         refused={BOTH: "no weight can hold its adapters: some tokens switch them on"}),
-    "peft: experts": Form(PEFT, EXPERTS, "qwen3_vl_moe", refused=NO_WORDS),
+    "peft: experts": Form(PEFT, EXPERTS, "qwen3_vl_moe"),
+    "peft: another parameter": Form(PEFT, {"target_modules": ["q_proj"],
+        "target_parameters": ["o_proj.weight"]}, refused=NO_LAYER),
+    "peft: experts, patterns": Form(PEFT, EXPERTS | {"rank_pattern": {"o_proj": 2}}, "qwen3_vl_moe",
+        refused=NO_WORDS),
     "LLaMA-Factory: names": Form(LF_VLM, {"target_modules": [
         f"{LAYERS}.{n}.self_attn.{kind}" for n in range(3) for kind in INNER]}),
     "LLaMA-Factory: older names": Form(LF_VLM, {"target_modules": [
@@ -265,7 +269,7 @@ FORMS = {
         "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
     "Unsloth: older names": Form(UNSLOTH, {"target_modules": [*INNER, "fc1"],
         "modules_to_save": ["lm_head"]}, "llava_onevision", change=LLAVA, modes=SEEN),
-    "Unsloth: experts": Form(UNSLOTH, EXPERTS, "qwen3_vl_moe", refused=NO_WORDS),
+    "Unsloth: experts": Form(UNSLOTH, EXPERTS, "qwen3_vl_moe"),
     "Axolotl: linear, patterns": Form(AXOLOTL, {"target_modules": ["down_proj", *INNER],
         "rank_pattern": {"down_proj": 7}, "alpha_pattern": {"down_proj": 7},
         "exclude_modules": ["layers.0.mlp.down_proj"]}),
@@ -284,7 +288,7 @@ FORMS = {
     "TRL: modules_to_save": Form(TRL, {"target_modules": ["gate_proj"], "use_rslora": True,
         "modules_to_save": ["embed_tokens", "lm_head"], "task_type": "CAUSAL_LM"},
         "llava_onevision"),
-    "TRL: experts": Form(TRL, EXPERTS, "qwen3_vl_moe", refused=NO_WORDS),
+    "TRL: experts": Form(TRL, EXPERTS, "qwen3_vl_moe"),
     "Megatron-Bridge: ends": Form(BRIDGE, {"target_modules": r".*language_model.*\.[qv]_proj"},
         "gemma3", change=of_megatron_bridge),
     "Megatron-Bridge: ranks": Form(BRIDGE, {"target_modules": INNER, "rank_pattern":
@@ -293,7 +297,7 @@ FORMS = {
         change=of_megatron_bridge, refused={"merge": "without a tensor in the folder",
         "go on": "has adapters without a tensor"}),
     "Megatron-Bridge: experts": Form(BRIDGE, EXPERTS | {"target_modules": []}, "qwen3_vl_moe",
-        change=of_megatron_bridge, refused=NO_WORDS),
+        change=of_megatron_bridge),
     "Megatron-Bridge: its checkpoint": Form("megatron_bridge 0.6.2, training/checkpointing.py",
         change=as_a_checkpoint, refused={BOTH: "has no adapter_config.json"}),
 }  # fmt: skip
