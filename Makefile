@@ -153,6 +153,7 @@ servers: $(STAMP)  ## read from wheels which names of exports vLLM and SGLang ta
 	$(WHEEL) --platform manylinux_2_34_x86_64 --dest .servers sglang==0.5.23
 	PYTHONPATH=.:tests $(BIN)/python -m support.exported_names .servers/exports
 	$(BIN)/python -m tools.servers.run .servers/exports .servers/*.whl $(if $(CHECK),--check)
+	$(BIN)/python -m tools.servers.page
 	rm -rf .servers
 
 operators: $(STAMP)  ## launches, bytes and predicted time of a GPU's step, on a machine without one

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from support.exported_names import write_exported
-from support.families import FAMILIES, QUICK_FAMILIES
+import torch
+from support.exported_names import FOR_SERVERS, write_exported
+from support.families import FAMILIES, QUICK_FAMILIES, model_type_of
+from transformers import AutoModelForImageTextToText
 
 from tools.servers.facts import read_facts, shapes_of, unknown_names
+from vlmpack.capabilities.servers import SERVERS
 
 FACTS = read_facts()
 _OTHER_TOWER = "SigLIP's names are those of transformers 5, without vision_model"
@@ -51,8 +54,39 @@ def test_servers_have_a_place_for_every_name(name, tmp_path):
         assert unknown_names(changed, family), "a name that is changed is not known"
 
 
+@pytest.mark.parametrize("name", FOR_SERVERS)
+def test_an_export_for_a_server_has_its_names_and_the_same_weights(name, tmp_path):
+    family, _, server = name.partition("@")
+    folder = write_exported(name, tmp_path / "served")
+    facts = FACTS[server]["families"]
+    names = shapes_of(folder)
+    assert facts[name].keys() <= {"ends", "skipped"} and not unknown_names(names, facts[name])
+    assert "refused" in facts[family], "no lesson"
+    assert unknown_names(shapes_of(write_exported(family, tmp_path / "plain")), facts[name])
+    auto = AutoModelForImageTextToText
+    served, plain = (
+        auto.from_pretrained(str(tmp_path / one), dtype=torch.float32).state_dict()
+        for one in ("served", "plain")
+    )
+    assert served.keys() == plain.keys()
+    assert all(torch.equal(served[key], plain[key]) for key in plain)
+
+
+def test_the_table_of_servers_is_what_the_facts_say():
+    assert SERVERS.keys() == FACTS.keys()
+    for name, server in SERVERS.items():
+        facts = FACTS[name]
+        assert server.title.lower() == f"{name} {facts['version']}"
+        for family in FAMILIES:
+            found = facts["families"][family]
+            refused = model_type_of(family) in server.refused
+            assert refused == bool({"unregistered", "fails"} & found.keys()), (name, family)
+            assert ("refused" in found) == (family in server.renamed and not refused)
+
+
 def test_every_family_has_facts_of_every_server():
     assert FACTS
-    for facts in FACTS.values():
-        assert facts["families"].keys() == set(FAMILIES)
+    for server, facts in FACTS.items():
+        served = {name for name in FOR_SERVERS if name.endswith(f"@{server}")}
+        assert facts["families"].keys() == {*FAMILIES, *served}
         assert facts["version"] and len(facts["sha256"]) == 64

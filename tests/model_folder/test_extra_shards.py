@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vlmpack.errors import ModelError
-from vlmpack.model_folder.extra_shards import add_tensors
+from vlmpack.model_folder.extra_shards import add_tensors, rename_tensors
 from vlmpack.model_folder.safetensors_read import tensors_of
 from vlmpack.model_folder.weights import weight_files
 
@@ -106,3 +106,23 @@ def test_a_source_that_ends_early_is_named(tmp_path, extra):
     (tmp_path / "source.safetensors").write_bytes(b"cut off")
     with pytest.raises(ModelError, match=r"source\.safetensors cannot be read: it ends within"):
         add_tensors(folder, extra)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["single", "sharded"])
+def test_names_change_and_bytes_stay(tmp_path, split):
+    folder = folder_of(tmp_path, *(({"a": OWN["a"]}, {"b": OWN["b"]}) if split else (OWN,)))
+    before = {path.name: path.read_bytes() for path in weight_files(folder)}
+    files = {path.name for path in folder.iterdir()}
+    rename_tensors(folder, lambda name: f"tower.{name}" if name == "b" else name)
+    assert {path.name for path in folder.iterdir()} == files
+    found = {}
+    for path in weight_files(folder):
+        found |= {name: (path.name, tensor) for name, tensor in load_file(str(path)).items()}
+    assert found.keys() == {"a", "tower.b"}
+    assert content(found["a"][1]) == content(OWN["a"])
+    assert content(found["tower.b"][1]) == content(OWN["b"])
+    if split:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert index["weight_map"] == {name: file for name, (file, _) in found.items()}
+        first = found["a"][0]
+        assert (folder / first).read_bytes() == before[first], "a file without them is left"

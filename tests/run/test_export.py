@@ -16,12 +16,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.carded import a_run
 from support.exports import export_run
+from support.families import tiny_family_folder
 from support.recipes import MINIMAL, changed, run_settings
 from support.shards import TINY_MODEL
 
+from tools.servers.facts import shapes_of
 from vlmpack.activity import ACTIVITY
 from vlmpack.api import resolve, run_recipe
-from vlmpack.errors import ModelError, RunIdentityError, VlmpackError
+from vlmpack.errors import CapabilityError, ModelError, RunIdentityError, VlmpackError
 from vlmpack.file_format import RESULT
 from vlmpack.model_folder.weights import weight_files
 from vlmpack.recipe import dump_recipe, load_recipe
@@ -253,3 +255,36 @@ def test_a_run_keeps_them_and_refuses_to_take_others(tmp_path, caplog):
     ):
         export_run(run, merge=True, out=out)
     assert not out.exists()
+
+
+@pytest.mark.slow
+def test_an_export_for_a_server_has_the_names_that_it_looks_for(tmp_path):
+    folder = tiny_family_folder("gemma3", tmp_path / "model")
+    lora = {
+        "trainable__vision": "lora",
+        "trainable__projector": "frozen",
+        "trainable__language": "lora",
+    }
+    settings = run_settings(
+        tmp_path,
+        model__path=str(folder),
+        model__attention="segments",
+        training__max_steps=1,
+        **lora,
+    )
+    run = run_recipe(resolve(settings, {})).run_dir
+    with pytest.raises(CapabilityError, match=r"vLLM .* have some of vision; add --merge"):
+        choose_export(run, merge=False, server="vllm")
+    assert choose_export(run, merge=False).adapter, "as ever"
+    names = {
+        server: set(
+            shapes_of(export_run(run, merge=True, out=tmp_path / f"{server}", **how).folder)
+        )
+        for server, how in (("none", {}), ("vllm", {"server": "vllm"}))
+    }
+    assert names["vllm"] - names["none"] == {
+        name.replace("vision_tower.", "vision_tower.vision_model.")
+        for name in names["none"]
+        if name.startswith("vision_tower.")
+    }
+    assert len(names["vllm"]) == len(names["none"]) > len(names["vllm"] & names["none"]) > 0

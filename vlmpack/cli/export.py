@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.cli.options import argument, option, quiet_transformers
+from vlmpack.cli.options import argument, option, quiet_transformers, takes
 from vlmpack.terminal import say
 
 READING = "reading the checkpoint and the model folder"
 
 
+@dataclass(frozen=True, slots=True)
+class PushOptions:
+    """Options of the hub."""
+
+    push: Annotated[str | None, option("export.push")] = None
+    public: Annotated[bool, option("export.public")] = False
+    replace: Annotated[bool, option("export.replace")] = False
+    base: Annotated[str | None, option("export.base")] = None
+
+
+NO_PUSH = PushOptions()
+
+
+@takes(PushOptions)
 def export(
     run: Annotated[Path, argument("export.run")],
     merge: Annotated[bool, option("export.merge")] = False,
     out: Annotated[Path | None, option("export.out")] = None,
     checkpoint: Annotated[int | None, option("export.checkpoint")] = None,
     dtype: Annotated[Literal["auto", "float32", "bfloat16"] | None, option("export.dtype")] = None,
-    push: Annotated[str | None, option("export.push")] = None,
-    public: Annotated[bool, option("export.public")] = False,
-    replace: Annotated[bool, option("export.replace")] = False,
-    base: Annotated[str | None, option("export.base")] = None,
+    server: Annotated[Literal["vllm", "sglang"] | None, option("export.server")] = None,
+    hub: PushOptions = NO_PUSH,
 ) -> None:
     """Write what a run has trained. That is its adapters in peft's format, or with --merge the
     whole model in transformers' format. A run without adapters always writes the whole model."""
+    push, public, replace = hub.push, hub.public, hub.replace
     if push is None and (public or replace):
         named = " and ".join(("--public",) * public + ("--replace",) * replace)
         raise typer.BadParameter(f"found {named} without --push; expected --push OWNER/NAME too")
@@ -42,8 +56,9 @@ def export(
         out=out,
         step=checkpoint,
         dtype=dtype,
-        base=base,
+        base=hub.base,
         pushed=push is not None,
+        server=server,
     )
     if push is not None:
         ACTIVITY.enter_alone("asking the hub")

@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from vlmpack.errors import ModelError
 from vlmpack.model_folder.safetensors_read import StoredTensor
 from vlmpack.model_folder.weights import INDEX, stored_tensors, weight_files
-from vlmpack.whole_file import open_regular
+from vlmpack.whole_file import open_regular, share_as
 
 MAX_SHARD_BYTES = 5_000_000_000
 """The size up to which one file is filled; a larger tensor has a file to itself."""
@@ -54,6 +55,28 @@ def add_tensors(
     for group, file in zip(groups, files[len(there) :], strict=True):
         write_stored(file, group)
     _write_index(folder / INDEX, files)
+
+
+def rename_tensors(folder: Path, renamed: Callable[[str], str]) -> None:
+    """Give tensors of a folder other names, file by file; bytes stay.
+
+    Args:
+        renamed: a name -> that which it gets, or itself.
+
+    Raises:
+        ModelError: a file that cannot be read.
+    """
+    files = weight_files(folder)
+    for path in files:
+        stored = stored_tensors(path)
+        given = [replace(tensor, name=renamed(tensor.name)) for tensor in stored]
+        if given != stored:
+            written = path.with_name(f"{path.name}.renamed")
+            write_stored(written, given)
+            share_as(path, written.name)
+            written.replace(path)
+    if (folder / INDEX).is_file():
+        _write_index(folder / INDEX, files)
 
 
 def write_stored(path: Path, tensors: Iterable[StoredTensor]) -> None:

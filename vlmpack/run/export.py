@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +23,12 @@ from vlmpack.build.data import build_encoder
 from vlmpack.build.engine import policy_of
 from vlmpack.build.look import read_recipe
 from vlmpack.capabilities.folder import read_config
+from vlmpack.capabilities.servers import SERVERS
 from vlmpack.data.plan.state import DataState
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CheckpointError, VlmpackError, writing
 from vlmpack.file_format import CHECKPOINT
+from vlmpack.model_folder.extra_shards import rename_tensors
 from vlmpack.model_folder.quantised import is_quantised
 from vlmpack.recipe import Recipe
 from vlmpack.recipe.show import PublicRecipe
@@ -67,6 +70,7 @@ class Chosen:
     out: Path
     dtype: str
     base: str | None
+    server: str | None = None
 
 
 class Exported(NamedTuple):
@@ -91,6 +95,7 @@ def choose_export(
     dtype: str | None = None,
     base: str | None = None,
     pushed: bool = False,
+    server: str | None = None,
 ) -> Chosen:
     """Choose what of a run is exported, and check that it exists; nothing is written.
 
@@ -105,8 +110,10 @@ def choose_export(
         base: OWNER/NAME of the base model on the hub. With None, for a push, its place in
             huggingface_hub's cache gives the name.
         pushed: whether it is for the hub, where local paths have no meaning.
+        server: a key of `SERVERS`, whose names tensors get.
 
     Raises:
+        CapabilityError: the server does not take it.
         VlmpackError: no run folder, no such checkpoint, a place that is taken, a dtype for
             adapters, or adapters for the hub whose base has no known name.
     """
@@ -122,6 +129,10 @@ def choose_export(
     adapter = bool(recipe.trainable.uses("lora")) and not merge
     if adapter and dtype is not None:
         raise VlmpackError("adapters are written as trained, in float32; add --merge for --dtype")
+    if server is not None:
+        adapted = [*recipe.trainable.uses("lora"), *recipe.trainable.uses("full")]
+        model_type = str(read_config(Path(recipe.model.path))["model_type"])
+        SERVERS[server].check(model_type, adapted if adapter else None)
     base = _named(recipe.model.path, base, pushed=pushed, adapter=adapter)
     checkpoint, why = _choose(run_dir, recipe, step)
     if out is None:
@@ -137,6 +148,7 @@ def choose_export(
         out=out,
         dtype=recipe.export.dtype if dtype is None else dtype,
         base=base,
+        server=server,
     )
 
 
@@ -289,6 +301,9 @@ def _write(chosen: Chosen, folder: Path) -> torch.dtype | None:
         processor_from=source,
         dtype=dtype,
     )
+    if chosen.server is not None:
+        name = partial(SERVERS[chosen.server].name, model.config.model_type)
+        rename_tensors(folder, name)
     data = data_state_of(checkpoint)
     encoder.write_settings(folder, DataState.from_json(data).identity if data else ())
     return dtype
