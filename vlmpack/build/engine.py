@@ -23,7 +23,6 @@ from vlmpack.capabilities.served import SERVED
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError
-from vlmpack.families.base import ModulePaths
 from vlmpack.families.registry import family_of
 from vlmpack.model_folder.weights import first
 from vlmpack.recipe import Recipe, load_recipe
@@ -34,9 +33,6 @@ COLUMNS = ("component", "mode", "parameters", "trained", "share", "peak lr", "we
 
 
 logger = logging.getLogger("vlmpack")
-
-PARAMETERS = "target_parameters"
-"""peft's setting for adapters of parameters, such as tensors of experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +76,7 @@ def with_adapter_layers(recipe: Recipe) -> Recipe:
     Raises:
         ModelError: the folder cannot be read, or has adapters where this recipe can have none.
     """
+    from vlmpack.backends.hf.adapted_experts import expert_targets, expert_wrapper
     from vlmpack.backends.hf.adapters import adapter_targets
 
     lora, folder = recipe.trainable.lora, recipe.model.adapter
@@ -91,9 +88,10 @@ def with_adapter_layers(recipe: Recipe) -> Recipe:
     policy = TrainingPolicy(trainable=every, optim=recipe.optim)
     linear = adapter_targets(model, paths, policy)
     stored = _adapters_for(Path(folder), model)
-    experts = _of_experts(stored, model, paths, policy)
-    layers, parameters = stored.layers.keys() - experts, stored.config.values.get(PARAMETERS)
-    if others := sorted(layers if parameters and not experts else layers - set(linear)):
+    wrappers = {expert_wrapper(model, name) for name in expert_targets(model, paths, policy)}
+    experts = wrappers if wrappers <= stored.layers.keys() else set()  # of all tensors, or none
+    layers = stored.layers.keys() - experts
+    if others := sorted(layers - set(linear)):
         component = component_of(others[0], paths)
         raise ModelError(
             f"model.adapter: {folder} has adapters of {first(others)}, which is no linear layer of "
@@ -119,23 +117,6 @@ def with_adapter_layers(recipe: Recipe) -> Recipe:
         ),
     }
     return load_recipe(recipe, {f"trainable.lora.{key}": value for key, value in changes.items()})
-
-
-def _of_experts(
-    stored: AdapterFolder, model: Any, paths: ModulePaths, policy: TrainingPolicy
-) -> set[str]:
-    """Names of adapted layers that are wrappers around tensors of routed experts.
-
-    None of them where the folder has not all, or adapters of other parameters.
-    """
-    from vlmpack.backends.hf.adapted_experts import expert_shapes, expert_targets
-
-    experts = expert_targets(model, paths, policy)
-    shapes = (shape for each in experts for shape in expert_shapes(model, each, 1))
-    wrappers = {name.partition(".lora_")[0] for name, _ in shapes}
-    ends: Any = stored.config.values.get(PARAMETERS) or ()
-    known = all(any(each.endswith(f".{end}") for each in experts) for end in ends)
-    return wrappers if known and wrappers <= stored.layers.keys() else set()
 
 
 def _ends(names: Iterable[str], others: Iterable[str]) -> list[str]:

@@ -259,7 +259,8 @@ class _Step:
     def _replicas(self) -> Iterator[Traffic]:
         split, sizes, trained = self.split, self.sizes, self.trained
         copies = data_parallel_size(split, self.world_size)
-        dense = trained.adapters_on(split, tower=True)
+        experts = trained.expert_adapters_on(split)
+        dense = trained.adapters_on(split, tower=True) - experts
         if trained.language:
             dense += (sizes.layers // split.tensor + sizes.vectors) // split.pipeline
             dense += sizes.embedding // split.tensor
@@ -268,7 +269,7 @@ class _Step:
         stage = self.world_size // split.pipeline
         group = _Group("DP x CP", copies * split.context, stage)
         yield from self._updated("", dense, group)
-        experts = sizes.experts // split.pipeline // split.expert if trained.language else 0
+        experts += sizes.experts // split.pipeline // split.expert if trained.language else 0
         group = _Group("experts' DP", stage // split.expert, stage)
         yield from self._updated("experts' ", experts, group)
 

@@ -206,7 +206,7 @@ class _Estimate:
         """Parameters of a rank that are updated, before any sharding over replicas."""
         trained = self.trained
         if experts:
-            return rank.experts if trained.language else 0
+            return trained.expert_adapters_on(self.split) + rank.experts * trained.language
         count = trained.adapters_on(self.split, tower=rank.has_tower)
         if trained.language:
             count += rank.parameters - (trained.images if rank.has_tower else 0)

@@ -106,6 +106,7 @@ class TrainedSizes:
         tower_adapters: those of them in tower and projector.
         cut_adapters: those of the language model that tensor parallelism cuts, like their weights;
             each rank holds the others whole.
+        expert_adapters: those of routed experts, which expert parallelism divides.
         packed: weights held in 4 or 8 bits: of the model, of the block that has most, and of none.
         before_graph: parameters of frozen components before the first trained one, which no
             gradient passes; without adapters.
@@ -122,6 +123,7 @@ class TrainedSizes:
     adapters: int = 0
     tower_adapters: int = 0
     cut_adapters: int = 0
+    expert_adapters: int = 0
     packed: tuple[PackedSizes, PackedSizes, PackedSizes] = (NO_PACKED,) * 3
     before_graph: int = 0
     narrow: int = 0
@@ -130,10 +132,15 @@ class TrainedSizes:
     dora: bool = False
     moments: MomentSizes = field(default=MomentSizes(), compare=False)
 
+    def expert_adapters_on(self, split: ParallelismSection) -> int:
+        """Those of them that lie beside experts."""
+        return self.expert_adapters // split.pipeline // split.expert
+
     def adapters_on(self, split: ParallelismSection, *, tower: bool) -> int:
         """Parameters of adapters on a rank, before any sharding over replicas."""
-        whole = self.adapters - self.tower_adapters - self.cut_adapters
-        held = (whole + self.cut_adapters // split.tensor) // split.pipeline
+        whole = self.adapters - self.tower_adapters - self.cut_adapters - self.expert_adapters
+        cut = self.cut_adapters // split.tensor + self.expert_adapters // split.expert
+        held = (whole + cut) // split.pipeline
         return held + (self.tower_adapters if tower else 0)
 
 
@@ -222,6 +229,7 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
         adapters=sum(adapters.values()),
         tower_adapters=sum(adapters.values()) - adapters.get("language", 0),
         cut_adapters=sum(prod(shape) for name, shape in language if _is_cut(name)),
+        expert_adapters=sum(prod(shape) for name, shape in language if ".experts." in name),
         packed=_packed(model, packings),
         before_graph=before_graph,
         narrow=sum(narrow.values()),
@@ -318,5 +326,7 @@ class _Stored:
 def _is_cut(name: str) -> bool:
     """Whether TP cuts an adapter's parameter: A with the weight's columns, others with its rows."""
     layer, _, kind = name.partition(".lora_")
+    if ".experts." in name:
+        return False
     by_columns = layer.endswith(("o_proj", "down_proj"))
     return kind.startswith("A.") == by_columns

@@ -118,9 +118,6 @@ def adapters_fit_megatron(model: ModelSection, trainable: TrainableSection) -> l
             "set it to 0, or use model.backend: hf"
         )
         problems.append(Problem(("trainable", "lora", "dropout"), message))
-    if lora.on_experts:
-        message = "experts, which needs model.backend: hf; leave it out"
-        problems.append(Problem(("trainable", "lora", "targets"), message))
     if lora.quantize != "none":
         message = f"{lora.quantize!r} needs model.backend: hf; use none"
         problems.append(Problem(("trainable", "lora", "quantize"), message))

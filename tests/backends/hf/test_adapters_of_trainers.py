@@ -226,7 +226,7 @@ FORMS = {
         refused={BOTH: "no weight can hold its adapters: some tokens switch them on"}),
     "peft: experts": Form(PEFT, EXPERTS, "qwen3_vl_moe"),
     "peft: another parameter": Form(PEFT, {"target_modules": ["q_proj"],
-        "target_parameters": ["o_proj.weight"]}, refused=NO_LAYER),
+        "target_parameters": ["o_proj.weight"]}),
     "peft: experts, patterns": Form(PEFT, EXPERTS | {"rank_pattern": {"o_proj": 2}}, "qwen3_vl_moe",
         refused=NO_WORDS),
     "LLaMA-Factory: names": Form(LF_VLM, {"target_modules": [

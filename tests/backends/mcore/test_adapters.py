@@ -52,6 +52,7 @@ from support.shards import TINY_MODEL
 from vlmpack.backends.hf.frozen import BASE
 from vlmpack.backends.mcore import adapters, model_adapters
 from vlmpack.backends.mcore.adapters import LinearAdapter
+from vlmpack.backends.mcore.weights.base import split
 from vlmpack.backends.policy import TrainingPolicy, is_adapter
 from vlmpack.build.engine import go_on_with, open_adapter
 from vlmpack.distributed import Ranks, start_process_group, stop_process_group
@@ -79,6 +80,9 @@ POLICIES = {
         *("frozen", "frozen", "lora"),
         rank_pattern={"o_proj": 2, "layers.1.mlp.gate_proj": 3, "layers.1.mlp.up_proj": 3},
         alpha_pattern={"layers.0.mlp.down_proj": 20.0},
+    ),
+    "experts": policy(
+        *("frozen", "frozen", "lora"), rank=3, alpha=24.0, targets=("attention", "experts")
     ),
     "some": policy("frozen", "frozen", "lora", targets=("k_proj", "up_proj", "o_proj")),
 }
@@ -128,6 +132,10 @@ CASES = {
     "tp2-ep2, omni": Case(FAMILY_LAYOUTS["tp2-ep2"], "tower, rslora", family=OMNI),
     "ep2, experts": Case(FAMILY_LAYOUTS["ep2"], family=MOE),
     "tp2-ep2, experts": Case(FAMILY_LAYOUTS["tp2-ep2"], family=MOE),
+    "one, on experts": Case(LAYOUTS["one"], "experts", family=MOE),
+    "ep2, on experts": Case(FAMILY_LAYOUTS["ep2"], "experts", family=MOE),
+    "tp2, on experts": Case(FAMILY_LAYOUTS["tp2"], "experts", family=MOE),
+    "tp2-ep2, on experts": Case(FAMILY_LAYOUTS["tp2-ep2"], "experts", family=MOE),
     "tp2-captured": Case(LAYOUTS["tp2-captured"]),
     "tp2-sp-captured, dora": Case(LAYOUTS["tp2-sp-captured"], "dora"),
     "dp2-captured, some": Case(LAYOUTS["dp2-captured"], "some"),
@@ -185,7 +193,7 @@ def faster(engine: Any, optimizer: str) -> Any:
 
 def bare(name: str) -> str:
     """A name without what peft puts into those of adapted layers."""
-    return name.replace(BASE, ".")
+    return name if is_adapter(name) else name.replace(BASE[1:], "")
 
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:
@@ -275,6 +283,20 @@ def not_crossed(low: torch.Tensor, *, group: Any) -> torch.Tensor:
     return low
 
 
+class OfOthers(adapters.ExpertAdapter):
+    """Each expert has the A of its neighbour, and columns of B that lie beside each other."""
+
+    def pieces(self) -> dict[str, list[Any]]:
+        pieces, experts, number = super().pieces(), self.box.shape[0], self.box.start[0]
+        (a,), own = pieces["a"], (number + 1) % experts * self.rank
+        rows = split(a.box.name, a.box.shape, 0, own, own + self.rank)
+        columns = [
+            replace(piece, box=split(piece.box.name, piece.box.shape, 1, at, at + 1))
+            for at, piece in enumerate(pieces["b"], number * self.rank)
+        ]
+        return {"a": [replace(a, box=rows)], "b": columns}
+
+
 CONTROLS: dict[str, tuple[str, Any, str, Any]] = {
     "A is another on each rank": ("tp2", model_adapters, "_drawn", drawn_alone),
     "gradients of A without a sum": (
@@ -286,6 +308,7 @@ CONTROLS: dict[str, tuple[str, Any, str, Any]] = {
     "gradients of B summed twice": ("tp2", adapters, "LinearAdapter", SummedTwice),
     "gradients of own tokens": ("tp2-sp", adapters, "LinearAdapter", Unmarked),
     "gradients of own tokens, omni": ("tp2-ep2, omni", adapters, "LinearAdapter", Unmarked),
+    "another order of experts": ("ep2, on experts", adapters, "ExpertAdapter", OfOthers),
     "lengths of own columns": (
         "tp2, dora", adapters, "dist", SimpleNamespace(all_reduce=lambda *_, **__: None),
     ),
@@ -311,6 +334,10 @@ pytestmark = pytest.mark.slow
 
 SLOW = {
     "one, some",
+    "one, on experts",
+    "ep2, on experts",
+    "tp2, on experts",
+    "another order of experts",
     "cp2",
     "pp2, adamw",
     "dp2, adamw",
@@ -519,13 +546,16 @@ def test_peft_loads_the_adapters_into_the_merged_model(folder, found, job):
     assert adapted_weights <= moved and len(adapted_weights) >= 28
 
 
-@pytest.mark.parametrize("job", marked(["tp2, adamw", "pp2, adamw", "tp2-sp, tower"]))
+@pytest.mark.parametrize(
+    "job", marked(["tp2, adamw", "pp2, adamw", "tp2-sp, tower", "ep2, on experts"])
+)
 def test_the_plan_counts_what_the_fullest_rank_trains(folder, found, job):
     found(job)
     case = CASES[job]
-    sizes, encoder = read_sizes(TINY_MODEL), Encoder(TINY_MODEL)
+    model = case.model(folder)
+    sizes, encoder = read_sizes(model), Encoder(model)
     figures = memory_figures(
-        ModelSection(path=str(TINY_MODEL), backend="mcore", dtype="float32"),
+        ModelSection(path=str(model), backend="mcore", dtype="float32"),
         case.layout.sizes,
         sizes,
         mode_of(max_row_slots=512, max_row_patches=64),

@@ -61,11 +61,16 @@ def is_adaptable(experts: Any) -> bool:
     return not (experts.has_bias or experts.has_post_expert_norm)
 
 
-def _wrapper_of(experts: nn.Module, target: str) -> str:
+def wrapper_of(experts: nn.Module, target: str) -> str:
     """The name of the wrapper around a tensor of a module of experts."""
     path, _, own = target.rpartition(".")
     tensors = expert_tensors(experts)
     return path + f".{BASE_LAYER}" * (len(tensors) - 1 - tensors.index(own))
+
+
+def expert_wrapper(model: nn.Module, target: str) -> str:
+    """The same, of a tensor of a model."""
+    return wrapper_of(model.get_submodule(target.rpartition(".")[0]), target)
 
 
 def expert_targets(model: nn.Module, paths: ModulePaths, policy: TrainingPolicy) -> list[str]:
@@ -116,7 +121,7 @@ def expert_shapes(
     number, rows, columns = getattr(experts, own).shape
     if experts.is_transposed:
         rows, columns = columns, rows
-    wrapper = _wrapper_of(experts, target)
+    wrapper = expert_wrapper(model, target)
     yield f"{wrapper}.lora_A.{ADAPTER}.weight", (number * rank, columns)
     yield f"{wrapper}.lora_B.{ADAPTER}.weight", (rows, rank * number)
 
@@ -174,7 +179,7 @@ def merged_tensor(
     Args:
         weight: (E, out, in), or (E, in, out) where the module says so.
     """
-    wrapper = _wrapper_of(experts, target)
+    wrapper = wrapper_of(experts, target)
     a, b = (part(f"{wrapper}.lora_{kind}.{ADAPTER}.weight") for kind in "AB")
     down, up = by_expert(a, b, len(weight))
     update = scaling * (up @ down)

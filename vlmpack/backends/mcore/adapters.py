@@ -12,11 +12,14 @@ So tensor parallelism exchanges `rank` numbers for each token and adapter, and t
 gradients. A matrix that is whole on each rank has the same gradient everywhere, except under
 sequence parallelism, where each rank sees its own tokens. Megatron then adds the gradients up, by
 the flag that it also sets on norms.
+
+Routed experts are whole on their ranks, and so are their adapters. Their gradients are added up
+over the ranks that have the same expert, as those of its weights are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -267,18 +270,70 @@ def _shared_shape(layers: Sequence[str], lora: LoraSection) -> tuple[int, float]
     return found.pop()
 
 
+class ExpertAdapter(nn.Module):
+    """The adapter of one layer of a routed expert, which is whole on its ranks: a child of it.
+
+    B is the other way round, (rank, out), since its columns are not neighbours in peft's tensor.
+
+    Args:
+        box: of the expert's weight, in a tensor (E, out, in).
+        wrapper: the name of peft's wrapper of that tensor.
+    """
+
+    def __init__(self, linear: Any, box: TensorSlice, wrapper: str, lora: LoraSection) -> None:
+        super().__init__()
+        self.box, self.wrapper = box, wrapper
+        self.rank, self.scaling = lora.rank_of(box.name), lora.scaling_of(box.name)
+        _, rows, columns = box.shape
+        like = {"device": linear.weight.device, "dtype": linear.weight.dtype}
+        self.a = nn.Parameter(torch.empty(self.rank, columns, **like))
+        self.b = nn.Parameter(torch.empty(self.rank, rows, **like))
+
+    def pieces(self) -> dict[str, list[Piece]]:
+        """As `LinearAdapter.pieces`."""
+        (experts, rows, columns), number, rank = self.box.shape, self.box.start[0], self.rank
+        a, b = (f"{self.wrapper}.lora_{kind}.{ADAPTER}{WEIGHT}" for kind in "AB")
+        own = number * rank, (number + 1) * rank
+        each = [
+            split(b, (rows, rank * experts), 1, at, at + 1)
+            for at in range(number, rank * experts, experts)
+        ]
+        return {
+            "a": stack_pieces([split(a, (experts * rank, columns), 0, *own)]),
+            "b": [
+                Piece(box=column, start=row, stop=row + 1, replicated=False)
+                for row, column in enumerate(each)
+            ],
+        }
+
+    def forward(self, x: Tensor, output: Tensor, linear: Any) -> Tensor:
+        """The layer's (T, out) output with its adapter, for its (T, in) input."""
+        return torch.addmm(output, F.linear(x, self.a), self.b, alpha=self.scaling)
+
+
 def add_to_language(
-    gpt: nn.Module, pieces_of: PiecesOf, targets: Collection[str], lora: LoraSection, group: Any
+    gpt: nn.Module,
+    pieces_of: PiecesOf,
+    targets: Collection[str],
+    lora: LoraSection,
+    group: Any,
+    wrappers: Mapping[str, str],
 ) -> None:
     """Add adapters to the linear layers of a stage's language model.
 
     Args:
         targets: transformers' names of the layers, others among them.
+        wrappers: names of peft's wrappers of tensors of experts, by those of the tensors.
     """
     for name, linear in list(gpt.named_modules()):
-        # The hf engine's experts are one tensor, for which peft has no adapters.
         is_linear = isinstance(linear, (ColumnParallelLinear, RowParallelLinear))
-        if not is_linear or ".experts." in name or ".layers." not in name:
+        if not is_linear or ".layers." not in name:
+            continue
+        if ".experts." in name:
+            (box,) = (piece.box for piece in pieces_of(name + WEIGHT, linear.weight.shape[0]))
+            if box.name in wrappers:
+                linear.adapter = ExpertAdapter(linear, box, wrappers[box.name], lora)
+                linear.register_forward_hook(_adapted)
             continue
         parts, turns = fused_parts(pieces_of(name + WEIGHT, linear.weight.shape[0]), targets)
         if any(part.adapted for part in parts):

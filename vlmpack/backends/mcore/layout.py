@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vlmpack.backends.boxes import MOMENTS, Kind, ReadSlice, TensorSlice, whole
 from vlmpack.backends.hf.frozen import BASE
-from vlmpack.backends.mcore.adapters import LinearAdapter, PiecesOf
+from vlmpack.backends.mcore.adapters import ExpertAdapter, LinearAdapter, PiecesOf
 from vlmpack.backends.mcore.model import MegatronVLM, tower_prefix
 from vlmpack.backends.mcore.optimizer import MegatronAdamW
 from vlmpack.backends.mcore.weights.base import Piece, flat_boxes, stack_pieces
@@ -67,7 +67,7 @@ def local_parameters(
     adapters = {
         f"{name}.{own}": pieces
         for name, module in model.named_modules()
-        if isinstance(module, LinearAdapter)
+        if isinstance(module, LinearAdapter | ExpertAdapter)
         for own, pieces in module.pieces().items()
     }
     local: list[LocalParameter] = []

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice
+from vlmpack.backends.hf.adapted_experts import is_expert_tensor, merged_tensor, wrapper_of
 from vlmpack.backends.hf.adapters import (
     adapter_shapes,
     adapter_targets,
@@ -32,7 +33,8 @@ class ModelAdapters:
     Args:
         shapes: whole shapes of their parameters under peft's names.
         drawn: their initial values, except DoRA's magnitudes.
-        weights: whole shapes of the adapted weights.
+        weights: whole shapes of the adapted weights of layers.
+        experts: transformers' modules of experts, by the names of their adapted tensors.
     """
 
     lora: LoraSection = field(default_factory=LoraSection)
@@ -40,6 +42,7 @@ class ModelAdapters:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     drawn: dict[str, Tensor] = field(default_factory=dict)
     weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    experts: Mapping[str, nn.Module] = field(default_factory=dict)
 
     @classmethod
     def of(cls, skeleton: Any, paths: ModulePaths, policy: TrainingPolicy) -> ModelAdapters:
@@ -51,13 +54,16 @@ class ModelAdapters:
         if policy.lora is None:
             return cls()
         targets = adapter_targets(skeleton, paths, policy)
+        tensors = [name for name in targets if is_expert_tensor(skeleton, name)]
+        layers = (name for name in targets if name not in tensors)
         return cls(
             lora=policy.lora,
             targets=targets,
             shapes=dict(adapter_shapes(skeleton, targets, policy.lora)),
             weights={
-                name + WEIGHT: tuple(skeleton.get_submodule(name).weight.shape) for name in targets
+                name + WEIGHT: tuple(skeleton.get_submodule(name).weight.shape) for name in layers
             },
+            experts={name: skeleton.get_submodule(name.rpartition(".")[0]) for name in tensors},
             drawn=_drawn(skeleton, paths, policy, targets),
         )
 
@@ -66,7 +72,10 @@ class ModelAdapters:
         if not self.targets:
             return
         pieces_of = language_pieces(model, family)
-        add_to_language(model.gpt, pieces_of, set(self.targets), self.lora, model.groups.tp)
+        wrappers = {name: wrapper_of(experts, name) for name, experts in self.experts.items()}
+        add_to_language(
+            model.gpt, pieces_of, set(self.targets), self.lora, model.groups.tp, wrappers
+        )
         if model.vision is not None:
             add_to_tower(model.vision, tower_prefix(family), self.targets, self.lora)
 
@@ -90,6 +99,9 @@ class ModelAdapters:
     def merged(self, name: str, whole_of: Callable[[str], Tensor]) -> Tensor:
         """A whole parameter with its adapters merged in."""
         value = whole_of(name)
+        if name in self.experts:
+            experts, scaling = self.experts[name], self.lora.scaling_of(name)
+            return merged_tensor(value, experts, name, whole_of, scaling)
         if name not in self.weights:
             return value
         return merged_layer(value, name.removesuffix(WEIGHT), whole_of, self.lora)
@@ -100,10 +112,12 @@ def _drawn(
 ) -> dict[str, Tensor]:
     """Drawn by peft in its order, so that they begin as those of the hf engine."""
     for name in targets:
-        linear: Any = skeleton.get_submodule(name)
+        weight = name if is_expert_tensor(skeleton, name) else name + WEIGHT
+        module, _, own = weight.rpartition(".")
         # One number in the shape of a weight: peft puts adapters where a weight is.
-        shaped = torch.zeros(()).expand(linear.weight.shape)
-        linear.weight = nn.Parameter(shaped, requires_grad=False)
+        shaped = torch.zeros(()).expand(skeleton.get_parameter(weight).shape)
+        shaped = nn.Parameter(shaped, requires_grad=False)
+        setattr(skeleton.get_submodule(module), own, shaped)
     add_adapters(skeleton, paths, policy, device=torch.device("cpu"))
     drawn = {
         name: parameter.detach()

@@ -18,7 +18,8 @@ from vlmpack.backends.boxes import TensorSlice
 class Piece:
     """local[start:stop] is the box of the whole tensor, element by element.
 
-    Shapes agree, except for the leading 1 of an expert's box in a tensor of all experts.
+    Shapes agree, except for the leading 1 of an expert's box in a tensor of all experts, and for a
+    column that is a row here.
 
     Args:
         start: first row of the local parameter.
