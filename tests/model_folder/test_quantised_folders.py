@@ -164,6 +164,14 @@ def test_a_merge_is_dense_in_16_bits_and_says_what_that_loses(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, out = make("fp8", tmp_path / "fp8"), tmp_path / "merged"
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    (codes, *_) = [name for name in tensors if name.endswith("_scale_inv")]
+    for name in (codes, codes.removesuffix("_scale_inv")):  # a layer that predicts further tokens
+        tensors[f"mtp.{name}"] = tensors[name].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
     chosen = policy("frozen", "frozen", "lora", seed=3)
     engine = make_engine(folder, Encoder(folder), policy=chosen)
     for name, value in engine.parameters():
@@ -175,6 +183,9 @@ def test_a_merge_is_dense_in_16_bits_and_says_what_that_loses(
     engine.export(tmp_path / "wide", processor_from=folder, dtype=torch.float32)
     wide, written = (load_file(at / "model.safetensors") for at in (tmp_path / "wide", out))
     assert {value.dtype for value in written.values()} == {torch.bfloat16}
+    assert not [name for name in written if name.startswith("mtp.")]
+    (left,) = {line for line in caplog.messages if "are not in the export" in line}
+    assert "mtp." in left
     assert "quantization_config" not in (out / "config.json").read_text()
     flat = [
         torch.cat([each[n].float().flatten() for n in sorted(wide)]) for each in (written, wide)

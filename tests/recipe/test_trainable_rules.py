@@ -155,3 +155,22 @@ def test_megatrons_names_are_answered_with_ours(problems_of, target, ours):
                             f"on both engines: {ours}")  # fmt: skip
     seeing = problems_of(named | {"trainable.vision": "lora"})
     assert bool(seeing) == ("fc" not in target), "a tower of transformers has layers called so"
+
+
+def test_a_folder_in_few_bits_is_packed_once_and_needs_its_package(
+    problems_of, tmp_path, monkeypatch
+):
+    section = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config = {"model_type": "qwen2_5_vl", "quantization_config": section}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    folder = {"model.path": str(tmp_path)}
+    assert problems_of(folder | LORA) == []
+    (problem,) = problems_of(folder | NF4)
+    assert "trainable.lora.quantize: 'nf4', but the folder has its weights in few bits" in problem
+    monkeypatch.setattr(trainable_rules, "has_bitsandbytes", lambda: False)
+    (problem,) = problems_of(folder | LORA)
+    assert "has its weights in 4 bits, which needs bitsandbytes, and that is not" in problem
+    assert problems_of(folder) == [], "all of it is trained, dense"
+    section["load_in_4bit"] = False
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert problems_of(folder | LORA) == []

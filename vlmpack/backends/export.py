@@ -22,6 +22,7 @@ from vlmpack.errors import ModelError
 from vlmpack.model_folder.content import PROCESSOR_FILES
 from vlmpack.model_folder.extra_shards import add_tensors
 from vlmpack.model_folder.load import write_as_loaded
+from vlmpack.model_folder.quantised import is_quantised
 from vlmpack.model_folder.weights import raise_misfits
 from vlmpack.whole_file import read_json, share_as
 
@@ -67,8 +68,14 @@ def save_model_folder(
         model.save_pretrained(str(folder), state_dict=state, max_shard_size="5GB")
     _write_config_entries(folder / "config.json", saved_dtype, read_config(processor_from))
     loaded = load_by_headers(processor_from)
-    add_tensors(folder, loaded.unused)
-    if loaded.unused:
+    if loaded.unused and is_quantised(processor_from):
+        logger.warning(
+            "note: %s are not in the export, which is dense; in %s they are quantised",
+            loaded.unused_words,
+            processor_from,
+        )
+    elif loaded.unused:
+        add_tensors(folder, loaded.unused)
         logger.info("%s are in the export as in %s", loaded.unused_words, processor_from)
     share_as(folder / "config.json", "*.safetensors")
     for name in PROCESSOR_FILES:

@@ -13,6 +13,7 @@ from importlib import util
 from pathlib import Path
 
 from vlmpack.capabilities.adapter_config import AdapterConfig
+from vlmpack.capabilities.config import quantised_sections
 from vlmpack.errors import ModelError
 from vlmpack.recipe.engine_rules import ModelConfig
 from vlmpack.recipe.objective import ObjectiveSection
@@ -150,6 +151,10 @@ def adapters_have_a_layer(
     return [Problem(("trainable", "lora", "targets"), message)]
 
 
+BNB = "bitsandbytes"
+"""The method of folders whose frozen weights stay packed."""
+
+
 def has_bitsandbytes() -> bool:
     """Whether it is installed."""
     return util.find_spec("bitsandbytes") is not None
@@ -164,6 +169,29 @@ def four_bits_have_their_package(model: ModelSection, trainable: TrainableSectio
         "int8, or none"
     )
     return [Problem(("trainable", "lora", "quantize"), message)]
+
+
+def packed_folders_are_packed_once(
+    config: ModelConfig, model: ModelSection, trainable: TrainableSection
+) -> list[Problem]:
+    """The hf engine keeps frozen weights of bitsandbytes as the folder has them, with its
+    package."""
+    packed = [said for method, said in quantised_sections(config.content) if method == BNB]
+    if not packed or model.backend != "hf" or len(trainable.uses("full")) == len(COMPONENTS):
+        return []
+    if trainable.uses("lora") and trainable.lora.quantize != "none":
+        message = (
+            f"{trainable.lora.quantize!r}, but the folder has its weights in few bits already "
+            f"({BNB}), and frozen ones stay so; use none"
+        )
+        return [Problem(("trainable", "lora", "quantize"), message)]
+    if has_bitsandbytes() or not any(said.get("load_in_4bit") for said in packed):
+        return []
+    message = (
+        f"{model.path} has its weights in 4 bits, which needs bitsandbytes, and that is not "
+        f"installed; pip install '{BITSANDBYTES}', or use a dense model"
+    )
+    return [Problem(("model", "path"), message)]
 
 
 def optimizers_have_their_package(optim: OptimSection, model: ModelSection) -> list[Problem]:

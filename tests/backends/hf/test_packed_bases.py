@@ -111,20 +111,24 @@ def alone(kind: str, samples: Any, folder: Path) -> dict[str, Any]:
     rows = trained(stepper, samples, ONE, 0, STEPS)
     own = PackedLinear.forward
     kept, whole = in_the_middle(kind, samples, folder)
+    found = {
+        "layers": len(layers),
+        "rows": rows,
+        "kept": kept == rows and whole,
+        "answers": evaluated(stepper, samples).flatten().tolist(),
+    }
+    if kind != "nf4":  # families with int8 are compared elsewhere, and so are folders
+        return found
     try:
         PackedLinear.forward = repacking(own)  # type: ignore[method-assign]
         control, broken = in_the_middle(kind, samples, folder)
     finally:
         PackedLinear.forward = own  # type: ignore[method-assign]
     dense = stepper_of("none", Ranks(), folder / kind)
-    return {
-        "layers": len(layers),
-        "rows": rows,
+    return found | {
         "dense": trained(dense, samples, ONE, 0, STEPS),
         "plain": trained(stepper_of("none", Ranks(), folder), samples, ONE, 0, STEPS),
-        "kept": kept == rows and whole,
         "control": control == rows or broken,
-        "answers": evaluated(stepper, samples).flatten().tolist(),
     }
 
 
@@ -223,11 +227,10 @@ def close(found: Any, expected: Any, rel: float) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_packed_base_learns_what_its_unpacked_weights_do(
-    results: dict[str, dict[str, Any]], kind: str
+    results: dict[str, dict[str, Any]],
 ) -> None:
-    found = results[f"one-{kind}"]
+    found = results["one-nf4"]
     assert found["layers"] >= 28 + 20
     assert found["rows"][0][0] - found["rows"][-1][0] > 0.05, "nothing was learnt"
     assert close(found["rows"], found["dense"], 1e-5)
@@ -241,7 +244,7 @@ def test_an_evaluation_leaves_gradients_and_weights_as_they_are(
 ) -> None:
     found = results[f"one-{kind}"]
     assert found["kept"], "bit for bit"
-    assert not found["control"], "a weight that was rewritten is not seen"
+    assert not results["one-nf4"]["control"], "a weight that was rewritten is not seen"
 
 
 @pytest.mark.slow

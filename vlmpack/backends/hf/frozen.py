@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from vlmpack.backends.hf.deferred import read_whole
+from vlmpack.backends.hf.deferred import Deferred, read_whole
 from vlmpack.backends.hf.optimizer import require_bitsandbytes
 from vlmpack.model_folder.quantised import HeldCodes, Packing, aligned
 
@@ -213,8 +213,10 @@ def quantize_layers(
     """
     for name in names:
         linear = model.get_submodule(name)
-        weight = linear.weight.detach().to(device, torch.float32)
+        weight = read_whole(linear.weight.detach()).to(device, torch.float32)
         parts = _four_bits(weight) if kind == "nf4" else _eight_bits(weight)
+        if isinstance(linear.weight, Deferred):  # a device has room for its shard alone
+            parts = [part.cpu() for part in parts]
         bias = linear.bias
         if bias is not None:
             bias = nn.Parameter(bias.detach().to(device), requires_grad=False)
