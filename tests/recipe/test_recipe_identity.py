@@ -133,6 +133,13 @@ def test_what_is_trained_is_identity(minimal, override):
     assert identity_differences(new, old)
 
 
+def test_how_adapters_of_experts_are_written_is_no_part_of_an_identity(minimal):
+    lora = ["trainable.language=lora", "trainable.lora.targets=experts"]
+    old = identity(load_recipe(minimal, lora))
+    assert identity(load_recipe(minimal, [*lora, "trainable.lora.expert_form=matrices"])) == old
+    assert "trainable.lora.rank" in old and "trainable.lora.targets" in old
+
+
 def test_the_default_policy_is_no_part_of_an_identity(minimal):
     found = identity(load_recipe(minimal))
     assert not [key for key in found if key.startswith("trainable") or key.endswith("_lr")]

@@ -75,6 +75,12 @@ CASES = [
     ),
     (
         "adapters_of_experts_are_plain",
+        LORA | {"trainable.lora.expert_form": "matrices"},
+        "trainable.lora.expert_form: 'matrices', but trainable.lora.targets has no experts",
+        LORA | {"trainable.lora.expert_form": "matrices", "trainable.lora.targets": "experts"},
+    ),
+    (
+        "adapters_of_experts_are_plain",
         LORA | {"trainable.lora.targets": "experts", "trainable.lora.dropout": 0.1},
         "trainable.lora.dropout: 0.1, which peft has no form of for experts; use 0, or",
         LORA | {"trainable.lora.targets": "experts"},

@@ -40,7 +40,7 @@ from vlmpack.recipe.messages import shown
 from vlmpack.recipe.objective import KNOBS, ObjectiveSection
 from vlmpack.recipe.schema import Recipe
 from vlmpack.recipe.sources import Share
-from vlmpack.recipe.trainable import COMPONENTS, OptimSection, TrainableSection
+from vlmpack.recipe.trainable import COMPONENTS, LoraSection, OptimSection, TrainableSection
 
 MAY_GROW = ("training.max_steps", "training.num_epochs")
 """Fields of the identity that may be larger on resume."""
@@ -100,7 +100,8 @@ def identity(recipe: Recipe) -> dict[str, object]:
     if recipe.trainable != TrainableSection():
         include["trainable"] = set(COMPONENTS)
     if recipe.trainable.uses("lora"):
-        include["trainable"] |= {"lora"}
+        lora = {*LoraSection.model_fields} - {"expert_form"}  # no value depends on it
+        include["trainable"] = dict.fromkeys(include["trainable"], True) | {"lora": lora}
     _flatten("", recipe.model_dump(mode="json", include=include), flat)
     return flat
 

@@ -119,6 +119,11 @@ class LoraSection(Section):
     """For the hf engine. Modules of the components whose mode is `lora` that are trained in full,
     by ends of their names. Their weights are saved beside the adapters."""
 
+    expert_form: Literal["parameters", "matrices"] = "parameters"
+    """How adapters of routed experts are written. `parameters` is peft's `target_parameters`, as
+    transformers' classes have them. `matrices` is an adapter for each matrix of each expert
+    (`experts.0.gate_proj`), as in transformers 4. The update is the same."""
+
     dora: bool = False
     """Split weights into magnitude and direction, and train both (DoRA, 2402.09353)."""
 

@@ -85,8 +85,12 @@ def targets_are_named(model: ModelSection, trainable: TrainableSection) -> list[
 def adapters_of_experts_are_plain(trainable: TrainableSection) -> list[Problem]:
     """peft has nothing but B A for a tensor of experts."""
     lora = trainable.lora
-    if not lora.on_experts or not trainable.uses("lora"):
+    if not trainable.uses("lora") or lora.targets == "adapter":
         return []
+    if not lora.on_experts:
+        where = ("trainable", "lora", "expert_form")
+        message = "'matrices', but trainable.lora.targets has no experts; leave it out"
+        return [Problem(where, message)] if lora.expert_form == "matrices" else []
     message = "{}, which peft has no form of for experts; use {}, or targets without experts"
     wrong = {"dora": (lora.dora, False), "dropout": (lora.dropout, 0)}
     return [

@@ -283,7 +283,8 @@ def _write(chosen: Chosen, folder: Path) -> torch.dtype | None:
         in_full = modules_in_full(model, paths, policy)
         state = whole_state(model, keep=True)
         base = chosen.base or recipe.model.path
-        save_adapter(model, state, folder, in_full=in_full, base=base)
+        lora = policy.trainable.lora
+        save_adapter(model, state, folder, in_full=in_full, base=base, lora=lora)
         return None
     dtype = export_dtype(chosen.dtype, source)
     if policy.lora is not None and policy.lora.quantize != "none":

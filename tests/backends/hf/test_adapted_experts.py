@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.engines import make_engine, make_stepper, policy, single_rank
 from support.families import TINY, tiny_family_folder
 from support.peft_models import peft_model
@@ -17,7 +19,8 @@ from torch import nn
 
 from vlmpack.backends.hf import adapted_experts, adapters
 from vlmpack.backends.hf import engine as engine_module
-from vlmpack.backends.hf.adapters import inject_adapters, merge_adapter
+from vlmpack.backends.hf.adapters import inject_adapters, merge_adapter, merged_state
+from vlmpack.backends.hf.sharding import whole_state
 from vlmpack.build.engine import go_on_with, open_adapter
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError, ModelError, TrainabilityError
@@ -222,6 +225,61 @@ def test_experts_that_are_not_there_are_refused(tmp_path):
     folder = tiny_family_folder("llama", tmp_path / "model")
     with pytest.raises(CapabilityError, match="'experts', but no component with mode lora has"):
         make_engine(folder, Encoder(folder), policy=policy(language="lora", targets="experts"))
+
+
+def matrices_of(folder, name, tmp_path, targets):
+    """An engine with adapters that do something, and what it writes of them as matrices."""
+    encoder = Encoder(folder)
+    modes = ("frozen", "frozen") if TINY[name].images else ()
+    asked = policy(*modes, language="lora", targets=targets, expert_form="matrices")
+    engine = make_engine(folder, encoder, policy=asked)
+    draw = torch.Generator().manual_seed(3)
+    for _, value in engine.parameters():
+        value.data.copy_(torch.randn(value.shape, generator=draw) / 8)
+    engine.export_adapter(tmp_path / "adapter", base=str(folder))
+    return engine, load_file(str(tmp_path / "adapter" / "adapter_model.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_peft_reads_adapters_of_each_matrix(name, tmp_path):
+    """It makes tensors of them for a class whose folders have a file's name for each expert."""
+    folder = tiny_family_folder(name, tmp_path / "model")
+    engine, written = matrices_of(folder, name, tmp_path, ("all-linear", "experts"))
+    assert any(".mlp.experts.3.up_proj.lora_B" in name for name in written)
+    assert not any("experts.base_layer" in name or "experts.lora" in name for name in written)
+    with torch.no_grad(), engine.generation() as trained:
+        ours = logits(trained, folder, text_samples())
+    theirs = logits(peft_model(folder, tmp_path / "adapter"), folder, text_samples())
+    merged = merge_adapter(load_stock(folder), tmp_path / "adapter")
+    assert max(map(relative_l2, theirs, ours)) < 1e-5
+    assert max(map(relative_l2, logits(merged, folder, text_samples()), ours)) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "nemotron_h"])
+def test_each_matrix_has_the_update_that_its_tensor_has(name, tmp_path):
+    """B A of each expert, from the files and a loop, against the merged tensors."""
+    folder = tiny_family_folder(name, tmp_path / "model")
+    engine, written = matrices_of(folder, name, tmp_path, "experts")
+    state = whole_state(engine.vlm.model, keep=True)
+    after = merged_state(engine.vlm.model, state, engine.policy.lora)
+    before, seen = load_stock(folder).state_dict(), 0
+    for name, value in after.items():
+        if ".experts." not in name:
+            continue
+        path, _, own = name.rpartition(".")
+        parts = ("gate_proj", "up_proj") if own == "gate_up_proj" else (own,)
+        for expert in range(len(value)):
+            stems = [f"base_model.model.{path}.{expert}.{part}.lora_" for part in parts]
+            update = [written[s + "B.weight"] @ written[s + "A.weight"] for s in stems]
+            seen += len(stems)
+            assert relative_l2(before[name][expert] + 2.0 * torch.cat(update), value[expert]) < 1e-6
+    assert 2 * seen == len(written)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["target_parameters"] is None
+    assert len(config["target_modules"]) == seen
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from vlmpack.backends.adapter_folder import ADAPTER
+from vlmpack.backends.adapter_folder import ADAPTER, PREFIX
 from vlmpack.backends.linear_layers import operands
 from vlmpack.backends.policy import TrainingPolicy, component_of, is_untouched
 from vlmpack.errors import CapabilityError
@@ -184,6 +184,32 @@ def merged_tensor(
     down, up = by_expert(a, b, len(weight))
     update = scaling * (up @ down)
     return weight + (update.mT if experts.is_transposed else update)
+
+
+def write_matrices(model: nn.Module, config: Any, tensors: dict[str, Tensor]) -> None:
+    """Replace adapters of tensors of experts, as they are written, by one for each matrix.
+
+    Gate and up share A, which is written for both.
+
+    Args:
+        config: peft's; its targets follow.
+        tensors: the content of the file by its names.
+    """
+    parts = {"gate_up_proj": ("gate_proj", "up_proj")}
+    for inner, module in expert_modules(model):
+        path = inner.partition(f".{BASE_LAYER}")[0]
+        for tensor in expert_tensors(module):
+            wrapper, names = wrapper_of(module, f"{path}.{tensor}"), parts.get(tensor, (tensor,))
+            a, b = (tensors.pop(f"{PREFIX}{wrapper}.lora_{kind}.weight") for kind in "AB")
+            config.target_parameters.remove(f"{path}.{tensor}")
+            each = zip(*by_expert(a, b, len(module.get_parameter(tensor))), strict=True)
+            for number, (down, up) in enumerate(each):
+                for name, rows in zip(names, up.chunk(len(names)), strict=True):
+                    matrix = f"{path}.{number}.{name}"
+                    tensors[f"{PREFIX}{matrix}.lora_A.weight"] = down.clone()
+                    tensors[f"{PREFIX}{matrix}.lora_B.weight"] = rows.contiguous()
+                    config.target_modules.append(matrix)
+    config.target_parameters = config.target_parameters or None
 
 
 class _Update(NamedTuple):

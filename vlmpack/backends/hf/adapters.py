@@ -32,6 +32,7 @@ from vlmpack.backends.hf.adapted_experts import (
     merged_tensor,
     refuse_unreadable,
     taken_for_experts,
+    write_matrices,
 )
 from vlmpack.backends.hf.adapted_linear import fuse_adapters
 from vlmpack.backends.hf.deferred import held_codes
@@ -375,6 +376,7 @@ def save_adapter(
     *,
     in_full: Sequence[str],
     base: str,
+    lora: LoraSection,
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors, as peft reads them.
 
@@ -398,6 +400,8 @@ def save_adapter(
     config.target_modules = sorted({*config.target_modules} - moved)  # a set has no order
     tensors_of = [f"{name}.weight" for name in moved]  # peft reads a layer's name as an expert's
     config.target_parameters = sorted([*(config.target_parameters or ()), *tensors_of]) or None
+    if lora.on_experts and lora.expert_form == "matrices":
+        write_matrices(model, config, written)
     config.auto_mapping = {
         "base_model_class": type(model).__name__,
         "parent_library": type(model).__module__,

@@ -420,7 +420,10 @@ class HFEngine:
         model = self.vlm.model
         in_full = modules_in_full(model, self.paths, self.policy)  # raises on every rank, or none
         state = whole_state(model, keep=self.ranks.is_main)
-        self.ranks.on_main(lambda: save_adapter(model, state, folder, in_full=in_full, base=base))
+        lora = self.policy.trainable.lora
+        self.ranks.on_main(
+            lambda: save_adapter(model, state, folder, in_full=in_full, base=base, lora=lora)
+        )
 
     def adapters_off(self) -> AbstractContextManager[None]:
         """While it is open, forward passes leave adapters out."""

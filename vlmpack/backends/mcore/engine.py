@@ -450,7 +450,7 @@ class MegatronEngine:
             if source in state:
                 state[tied] = state[source]
         write = partial(save_adapter, self.skeleton, state, folder, in_full=in_full, base=base)
-        self.ranks.on_main(write)
+        self.ranks.on_main(partial(write, lora=self.policy.trainable.lora))
 
     def adapters_off(self) -> AbstractContextManager[None]:
         """The recipe's rules do not allow it on this engine."""
