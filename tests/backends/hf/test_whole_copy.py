@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.engines import engine_of, make_stepper, policy, single_rank
-from support.families import FAMILIES, TEXT_FAMILIES, model_type_of, tiny_family_folder
+from support.families import FAMILIES, ROUTED, TEXT_FAMILIES, tiny_family_folder
 from support.forked import check_ranks
 from support.layouts import BINS, SGD_LR, use_sgd
 from support.runs import relative_l2
@@ -32,7 +32,6 @@ from vlmpack.backends.hf.sharding import whole_state
 from vlmpack.backends.hf.whole_copy import shared_names
 from vlmpack.backends.policy import is_adapter
 from vlmpack.backends.skeleton import model_skeleton
-from vlmpack.capabilities.served import SERVED
 from vlmpack.distributed import Ranks, start_process_group, stop_process_group
 from vlmpack.encode import Encoder
 from vlmpack.evaluation.generation import answer_over_ranks
@@ -51,6 +50,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "frozen": {"vision": "frozen"},
     "lora": ADAPTERS,
     "dora": {**ADAPTERS, "dora": True},
+    "experts": {**ADAPTERS, "targets": ("attention", "experts")},
 }
 """What is trained."""
 
@@ -155,7 +155,9 @@ CASES = [
     for way in WAYS
     if way == "full"
     or (way == "frozen" and family not in TEXT_FAMILIES)
-    or (way in ("lora", "dora") and "LoRA" not in SERVED[model_type_of(family)].limits)
+    or way == "lora"
+    or (way == "dora" and family not in ("glm4_moe", "glm4_moe_lite", "deepseek_v3"))
+    or (way == "experts" and family in ROUTED)
 ]
 
 
@@ -166,6 +168,7 @@ CASES = [
         "qwen2_5_vl-full-bfloat16",
         "qwen3_vl_moe-dora-bfloat16",
         "gemma4-lora-float32",
+        "qwen3_vl_moe-experts-float32",
         "smolvlm-frozen-bfloat16",
     ),
 )
