@@ -15,13 +15,13 @@ HERE = Path(__file__).resolve().parent
 TOKENS, WIDTH, LAYERS = 16_384, 512, 4
 
 
-def _saved_mib(folder: str, context: int, mode: str) -> float:
+def saved_mib(folder: str, context: int, *mode: str, tokens: int = TOKENS) -> float:
     """MiB of distinct saved tensors, on the rank that keeps most."""
     done = subprocess.run(
         [
             *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"),
             f"--nproc-per-node={context}",
-            *(str(HERE / "context_memory.py"), folder, str(TOKENS), mode),
+            *(str(HERE / "context_memory.py"), folder, str(tokens), *mode),
         ],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -40,7 +40,8 @@ def bench_context_memory() -> dict[str, object]:
             "model": f"tiny-qwen2_5_vl's shape, width {WIDTH}, {LAYERS} layers, float32",
             "tokens": TOKENS,
         }
-        for mode in ("keep", "recompute"):
+        for mode in (("keep",), ("recompute",), ("keep", "--backend", "hf")):
             for context in (1, 2, 4):
-                figures[f"saved_mib_{mode}_cp{context}"] = _saved_mib(folder, context, mode)
+                name = f"saved_mib_{mode[0]}{'_hf' * (len(mode) > 1)}_cp{context}"
+                figures[name] = saved_mib(folder, context, *mode)
     return figures

@@ -1,6 +1,6 @@
 """Run under torchrun: what one rank keeps for the backward pass of one long row.
 
-    torchrun --nproc-per-node CP context_memory.py FOLDER TOKENS RECOMPUTE
+    torchrun --nproc-per-node CP context_memory.py FOLDER TOKENS [recompute] [--backend hf]
 
 Prints, on rank 0, JSON: bytes of distinct tensors saved by autograd during the forward pass
 (weights left out), on the rank that keeps most.
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from vlmpack.backends.mcore.engine import MegatronEngine
-from vlmpack.backends.mcore.groups import megatron_on_cpu
+from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.policy import TrainingPolicy
 from vlmpack.build.engine import resolved_compute
 from vlmpack.distributed import (
@@ -49,13 +50,26 @@ def text_row(tokens: int, multiple: int):
     return pack_batch_sequences(samples, pad_to_multiple_of=multiple, pad_token_id=0)
 
 
-def main(folder: Path, tokens: int, recompute: bool) -> None:
+def built(model: ModelSection, *given: Any) -> tuple[Any, Any, Any]:
+    """An engine: the module that takes rows, what cuts them, and the block it runs in."""
+    if model.backend == "hf":
+        engine = HFEngine(model, *given)
+        cut = engine.context.part_of if engine.context is not None else lambda row: row
+        return engine.vlm, cut, nullcontext()
+    from vlmpack.backends.mcore.engine import MegatronEngine
+    from vlmpack.backends.mcore.groups import megatron_on_cpu
+
+    engine = MegatronEngine(model, *given)
+    return engine.model, engine.prepare, megatron_on_cpu()
+
+
+def main(folder: Path, tokens: int, backend: str, recompute: bool) -> None:
     """Forward once, count, print."""
     world = world_size_from_environment()
     ranks = start_process_group(context=world)
     model = ModelSection(
         path=str(folder),
-        backend="mcore",
+        backend=backend,
         dtype="float32",
         activation_checkpointing="full" if recompute else "none",
     )
@@ -63,8 +77,8 @@ def main(folder: Path, tokens: int, recompute: bool) -> None:
     policy = TrainingPolicy(trainable=TrainableSection(), optim=OptimSection(lr=1.0))
     encoder = Encoder(folder)
     compute = resolved_compute(model, split, encoder, ranks.device)
-    engine = MegatronEngine(model, split, encoder, ranks, policy, compute)
-    weights = {p.untyped_storage().data_ptr() for p in engine.model.parameters()}
+    module, cut, running = built(model, split, encoder, ranks, policy, compute)
+    weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
     saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,10 +87,10 @@ def main(folder: Path, tokens: int, recompute: bool) -> None:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    row = engine.prepare(text_row(tokens, 2 * world if world > 1 else 1))
-    engine.model.train()
-    with megatron_on_cpu(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        losses = engine.model(row, row.packed_seq_params())
+    row = cut(text_row(tokens, 2 * world if world > 1 else 1))
+    module.train()
+    with running, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        losses = module(row, row.packed_seq_params())
     most = torch.tensor([float(sum(saved.values()))])
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     loss = losses.sum().detach()[None]
@@ -87,4 +101,5 @@ def main(folder: Path, tokens: int, recompute: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "recompute")
+    backend = "hf" if "hf" in sys.argv[3:] else "mcore"
+    main(Path(sys.argv[1]), int(sys.argv[2]), backend, "recompute" in sys.argv[3:])

@@ -18,7 +18,7 @@ from vlmpack.capabilities import refused
 from vlmpack.capabilities.folder import read_config
 from vlmpack.capabilities.limits import ENGINES, FEATURES, NO_EXPERTS, NOT_ON_MCORE, ONLY_ON_MCORE
 from vlmpack.capabilities.refused import IMAGES, SWEPT, TEXT, refusal, registered
-from vlmpack.capabilities.served import SERVED, ServedModel, model_types, nearest
+from vlmpack.capabilities.served import SERVED, ServedModel, generic_line, model_types, nearest
 from vlmpack.capabilities.table import (
     END,
     START,
@@ -122,7 +122,7 @@ def test_a_mixture_of_experts_is_said_to_be_one():
 def test_what_works_with_the_tested_versions():
     dense = cells("qwen2_5_vl")
     on_hf = [name for name in FEATURES if dense["hf"][name] is None]
-    assert on_hf == [*PACKED, "LoRA", "DPO", "CUDA graphs"]
+    assert on_hf == [*PACKED, "CP", "LoRA", "DPO", "CUDA graphs"]
     assert [name for name in FEATURES if dense["mcore"][name] is None] == [
         *PACKED,
         *("CP", "TP", "SP", "PP", "LoRA", "DPO", "CUDA graphs"),
@@ -155,6 +155,14 @@ def test_an_engine_that_lacks_a_family_says_so():
     assert why_not(model, "hf", "online", TESTED) is None
     for engine in ENGINES:
         assert why_not(model, engine, "TP", TESTED) is ONLY_ON_MCORE
+
+
+def test_rows_are_shared_on_hf_where_attention_alone_reaches_other_slots():
+    for name in ("gemma3", "gemma4", "deepseek_v3", "llava_onevision"):
+        assert why_not(SERVED[name], "hf", "CP", TESTED) is None
+        assert why_not(SERVED[name], "mcore", "CP", TESTED) is not None
+    assert "use model.backend: mcore" in str(why_not(SERVED["qwen3_5"], "hf", "CP", TESTED))
+    assert "is run whole" in str(why_not(generic_line("cohere2"), "hf", "CP", TESTED))
 
 
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_unified", "gemma4_text"])
@@ -414,7 +422,8 @@ def test_at_80_columns_every_cell_of_the_table_is_whole(monkeypatch):
 def test_the_command_shows_one_model(tiny_folder, tmp_path):
     text = CliRunner().invoke(app, ["families", str(tiny_folder)]).stdout
     assert "Qwen2.5-VL (model_type qwen2_5_vl)" in text
-    assert re.search(r"^CP +no: needs model.backend: mcore +yes", text, re.MULTILINE)
+    assert re.search(r"^TP +no: needs model.backend: mcore +yes", text, re.MULTILINE)
+    assert re.search(r"^CP +yes +yes", text, re.MULTILINE)
     assert "Qwen3-Next" not in text
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "lfm2_vl"}))
     result = CliRunner().invoke(app, ["families", str(tmp_path)])

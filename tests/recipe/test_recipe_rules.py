@@ -20,10 +20,15 @@ from vlmpack.recipe import (
     run_rules,
 )
 from vlmpack.recipe.derived import smallest_world
-from vlmpack.recipe.engine_rules import mcore_version
+from vlmpack.recipe.engine_rules import mcore_version, read_model_config
 from vlmpack.recipe.load import SECTIONS
 from vlmpack.recipe.rules import RULES
-from vlmpack.recipe.schema import PackingSection, ParallelismSection, TrainingSection
+from vlmpack.recipe.schema import (
+    ModelSection,
+    PackingSection,
+    ParallelismSection,
+    TrainingSection,
+)
 
 MCORE = {"model.backend": "mcore"}
 CP2 = MCORE | {"parallelism.context": 2}
@@ -217,19 +222,37 @@ CASES = [
         {"training.global_batch_size": 20},
     ),
     (
-        "hf_is_data_parallel_only",
+        "hf_routers_see_whole_rows",
+        {"parallelism.context": 2, "model.router_aux_loss_coef": 0.01},
+        "model.router_aux_loss_coef: 0.01, but with model.backend: hf and parallelism.context 2",
+        {"model.router_aux_loss_coef": 0.01},
+    ),
+    (
+        "graphs_hold_whole_rows_on_hf",
+        ONLINE | {"parallelism.context": 2, "training.cuda_graphs": "decoder"},
+        "training.cuda_graphs: 'decoder', but parallelism.context is 2, and no graph has recorded",
+        {"parallelism.context": 2},
+    ),
+    (
+        "shared_rows_have_an_engine",
+        ONLINE | {"parallelism.context": 2, "packing.share_prefix": True},
+        "packing.share_prefix: true, but parallelism.context is 2",
+        {"parallelism.context": 2},
+    ),
+    (
+        "hf_keeps_layers_whole",
         {"parallelism.tensor": 2},
         "parallelism.tensor: 2 needs model.backend: mcore",
         {"parallelism.sharding": "fsdp"},
     ),
     (
-        "hf_is_data_parallel_only",
+        "hf_keeps_layers_whole",
         {"parallelism.expert": 4},
         "parallelism.expert: 4 needs model.backend: mcore",
         {"parallelism.expert": 1},
     ),
     (
-        "hf_is_data_parallel_only",
+        "hf_keeps_layers_whole",
         {"parallelism.sequence": True},
         "parallelism.sequence: true needs model.backend: mcore",
         MCORE | {"parallelism.sequence": True, "parallelism.tensor": 2},
@@ -589,7 +612,18 @@ def test_alignment_is_a_multiple_of_twice_the_context_size():
     assert "6 is not a multiple of 2 x parallelism.context = 4; use 8" in problem.message
 
 
-@pytest.mark.parametrize("size", ["tensor", "pipeline", "context"])
+def test_hf_shares_rows_by_heads(tiny_folder):
+    model = ModelSection(path=str(tiny_folder))
+    config, check = read_model_config(model), rule("hf_shares_rows_by_heads")
+    (problem,) = check(config, model, ParallelismSection(context=3))
+    assert problem.message.startswith("3 processes cannot share out the num_attention_heads 4 and")
+    assert problem.message.endswith("Sizes that can: 1, 2, 4")
+    assert check(config, model, ParallelismSection(context=4)) == []
+    on_mcore = ModelSection(path=str(tiny_folder), backend="mcore")
+    assert check(config, on_mcore, ParallelismSection(context=3)) == []
+
+
+@pytest.mark.parametrize("size", ["tensor", "pipeline"])
 def test_mcore_takes_every_size_that_hf_refuses(problems_of, size):
     split = {f"parallelism.{size}": 2}
     (problem,) = problems_of(split)

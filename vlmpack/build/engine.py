@@ -239,7 +239,8 @@ def resolved_compute(
         version = passed_transformer_engine(device, dtype)
         if version is not None:
             return Compute(dtype, None, f"tests/gpu has passed with {version}")
-    if split.context > 1 and model.attention == "auto" and not captures:
+    rings = split.context > 1 and model.backend == "mcore" and not captures
+    if rings and model.attention == "auto":
         why = "with context parallelism; or transformer_engine"
         return Compute(dtype, AttentionChoice("segments", segment_attention, why))
     choice = choose_attention(
@@ -250,7 +251,7 @@ def resolved_compute(
         largest_head=family.largest_head,
         fixed_shape=captures,
     )
-    if split.context > 1 and choice.name != "segments" and not captures:
+    if rings and choice.name != "segments":
         raise CapabilityError(
             f"model.attention: {choice.name} knows no context parallelism (parallelism.context is "
             f"{split.context}); use segments or transformer_engine"

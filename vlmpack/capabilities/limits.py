@@ -48,7 +48,7 @@ NOT_ON_MCORE = Limit("has no weight map to megatron-core yet", "use model.backen
 
 ONLY_ON_MCORE = Limit(NOT_ON_MCORE.reason, "the other engine cannot do this with any model")
 
-MCORE_FEATURES: tuple[Feature, ...] = ("CP", "TP", "SP", "PP", "EP")
+MCORE_FEATURES: tuple[Feature, ...] = ("TP", "SP", "PP", "EP")
 """What megatron-core alone can do."""
 
 _NEEDS_MCORE = Limit("needs model.backend: mcore")

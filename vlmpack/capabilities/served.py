@@ -74,6 +74,16 @@ class ServedModel:
         """Why nothing does what megatron-core alone can do."""
         return replace(ONLY_ON_MCORE, reason=self.off_mcore) if self.off_mcore else ONLY_ON_MCORE
 
+    @property
+    def off_context(self) -> Limit | None:
+        """Why the hf engine's ranks cannot share its rows; None where they can."""
+        if self.family == GENERIC:
+            return Limit("is run whole, by its class's own forward, which takes no part of a row")
+        if not self.layers:
+            return None
+        where = "use model.backend: mcore" if "mcore" in self.engines else ""
+        return Limit("has layers that carry state over a whole row", where)
+
 
 _STATE = "its layers that carry state from token to token cannot hand it to several branches"
 _BLOCKS = "its image tokens attend in both directions, which shared prefixes do not support yet"
@@ -157,7 +167,7 @@ SERVED: Mapping[str, ServedModel] = {
         family="gemma3",
         decoders=("gemma3_text",),
         attention=OnlyAttention(("segments",), _BOTH_WAYS),
-        limits={"CP": Limit(_BOTH_WAYS), "CUDA graphs": Limit(_BOTH_WAYS)},
+        limits={"CUDA graphs": Limit(_BOTH_WAYS)},
         unshared=_BLOCKS,
     ),
     "gemma3_text": ServedModel(

@@ -209,12 +209,17 @@ class _Step:
 
     def notes(self) -> Iterator[str]:
         yield "left out: losses, norms of gradients, votes on bad samples, and the data path"
+        if self.split.context > 1 and self.model.backend == "hf":
+            yield "left out: copies of keys and values for more ranks than there are of their heads"
         kinds = {layer.recurrent.kind for layer in self.sizes.decoder if layer.recurrent}
         if self.split.context > 1 and "convolution" in kinds:
             yield "left out: what convolutions alone exchange under context parallelism"
 
     def hf(self) -> Iterator[Traffic]:
-        """DDP reduces gradients; FSDP2 gathers parameters for each pass and scatters gradients."""
+        """DDP reduces gradients; FSDP2 gathers parameters for each pass and scatters gradients.
+        Ranks of one row exchange heads.
+        """
+        yield from self._shared_rows()
         split, sizes, trained = self.split, self.sizes, self.trained
         packed = trained.packed[0]
         whole = sizes.parameters - packed.weights + trained.adapters
@@ -240,6 +245,19 @@ class _Step:
         yield self._part(GRADIENTS, "reduce-scatter", syncs * blocks, scattered, group)
         copies = _Group("copies", split.replicate, self.world_size)
         yield self._part(GRADIENTS, "all-reduce", syncs * blocks, scattered // ranks, copies)
+
+    def _shared_rows(self) -> Iterator[Traffic]:
+        """Queries, keys and values there, outputs back, in each pass; and features of images."""
+        context, n = self.split.context, self.rows.micro_batches
+        group = _Group("CP", context, context)
+        passes = [(layer, 2 + again) for layer, again in self.layers if layer.query]
+        columns = sum(2 * (layer.query + layer.key) * times for layer, times in passes)
+        calls = 2 * n * sum(times for _, times in passes)
+        size = self.rows.slots / context * self.number * columns
+        yield self._part("slots for heads", "all-to-all", calls, size, group)
+        features = self.rows.features * self.sizes.hidden * self.number
+        yield self._part("features", "all-gather", n, features, group)
+        yield self._part("features", "all-reduce", n, features, group)
 
     def mcore(self) -> Iterator[Traffic]:
         yield from self._replicas()

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -337,6 +337,10 @@ class _Slots:
             return int(self.media_positions.shape[0])
         return sum(self.media.num_tokens)
 
+    def own_labels(self) -> tuple[Tensor, Tensor]:
+        """(L,) positions and targets of the label tokens; of a part of a row, those in it."""
+        return self.label_positions, self.labels.flatten().index_select(0, self.label_positions)
+
     @property
     def num_tokens(self) -> int:
         """Tokens of samples as each is alone, without any padding."""
@@ -440,6 +444,12 @@ class PackedBatch(_Slots):
         the device."""
         return self.num_slots if self.fixed_shape else max(self.segment_lengths)
 
+    def own_labels(self) -> tuple[Tensor, Tensor]:
+        """See _Slots; of this rank's part, positions in it."""
+        if self.context is None:
+            return _Slots.own_labels(self)
+        return self.context.label_positions, self.context.targets
+
     def packed_seq_params(self) -> PackedSeqParams:
         """The segment boundaries in the form that the model takes."""
         return PackedSeqParams(
@@ -462,6 +472,9 @@ class PaddedBatch(_Slots):
     Fields are those of PackedBatch with (B, S) for (1, T); `label_positions`, `media_positions` and
     `image_blocks` index the flattened B * S slots.
     """
+
+    context: ClassVar[None] = None
+    media_part: ClassVar[None] = None
 
     def packed_seq_params(self) -> None:
         """A padded batch has no segments."""

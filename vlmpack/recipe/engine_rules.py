@@ -21,7 +21,7 @@ from vlmpack.capabilities.limits import ENGINE_LIMITS, NO_EXPERTS, Feature
 from vlmpack.capabilities.versions import lacks_triton, version_limit
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import ModelSection, ParallelismSection, TrainingSection
-from vlmpack.recipe.shared_sizes import SharedSizes
+from vlmpack.recipe.shared_sizes import SharedSizes, shares_heads
 from vlmpack.whole_file import read_json
 
 _SPLITS: Mapping[str, Feature] = {
@@ -142,12 +142,14 @@ def used_splits(parallelism: ParallelismSection) -> dict[str, Feature]:
     }
 
 
-def hf_is_data_parallel_only(model: ModelSection, parallelism: ParallelismSection) -> list[Problem]:
-    """Everything but data parallelism is Megatron's."""
+def hf_keeps_layers_whole(model: ModelSection, parallelism: ParallelismSection) -> list[Problem]:
+    """What cuts a layer, or a model between layers, is Megatron's."""
     if model.backend != "hf":
         return []
     limits, problems = ENGINE_LIMITS["hf"], []
     for name, feature in used_splits(parallelism).items():
+        if feature not in limits:
+            continue
         message = (
             f"{getattr(parallelism, name)} {limits[feature]}; with 'hf' it is 1, and "
             "parallelism.sharding: fsdp spreads a model's memory"
@@ -156,6 +158,36 @@ def hf_is_data_parallel_only(model: ModelSection, parallelism: ParallelismSectio
             message = f"true {limits['SP']}, and parallelism.tensor >= 2; with 'hf' it is false"
         problems.append(Problem(("parallelism", name), message))
     return problems
+
+
+def hf_shares_rows_by_heads(
+    config: ModelConfig, model: ModelSection, parallelism: ParallelismSection
+) -> list[Problem]:
+    """Ranks that share a row have as many query heads each."""
+    heads, context = config.size("num_attention_heads"), parallelism.context
+    groups = config.size("num_key_value_heads") or heads
+    if model.backend != "hf" or not heads or shares_heads(heads, groups, 1, context):
+        return []
+    fitting = [size for size in range(1, heads + 1) if shares_heads(heads, groups, 1, size)]
+    message = (
+        f"{context} processes cannot share out the num_attention_heads {heads} and "
+        f"num_key_value_heads {groups} of {config.folder}/config.json. Sizes that can: "
+        f"{', '.join(map(str, fitting))}"
+    )
+    return [Problem(("parallelism", "context"), message)]
+
+
+def hf_routers_see_whole_rows(
+    model: ModelSection, parallelism: ParallelismSection
+) -> list[Problem]:
+    """A router's loss is of all tokens of a row."""
+    if model.backend != "hf" or parallelism.context == 1 or not model.router_aux_loss_coef:
+        return []
+    message = (
+        f"{model.router_aux_loss_coef}, but with model.backend: hf and parallelism.context "
+        f"{parallelism.context} each process routes a part of a row; use 0, or model.backend: mcore"
+    )
+    return [Problem(("model", "router_aux_loss_coef"), message)]
 
 
 def sequence_needs_tensor(model: ModelSection, parallelism: ParallelismSection) -> list[Problem]:

@@ -210,6 +210,17 @@ def graphs_hold_layers_of_ours(training: TrainingSection, model: ModelSection) -
     return _no_graph(training, model.attention == "transformer_engine", why)
 
 
+def graphs_hold_whole_rows_on_hf(
+    training: TrainingSection, model: ModelSection, parallelism: ParallelismSection
+) -> list[Problem]:
+    """Nobody recorded the exchange of heads."""
+    why = (
+        f"parallelism.context is {parallelism.context}, and no graph has recorded the exchange of "
+        f"heads that model.backend: hf shares rows by. Use {_OFF}"
+    )
+    return _no_graph(training, model.backend == "hf" and parallelism.context > 1, why)
+
+
 def graphs_share_the_heads_of_a_row(
     training: TrainingSection, parallelism: ParallelismSection, config: ModelConfig
 ) -> list[Problem]:
@@ -329,8 +340,16 @@ def shared_rows_have_any_shape(packing: PackingSection) -> list[Problem]:
     return [Problem(_PREFIX, message)]
 
 
-def shared_rows_have_an_engine(packing: PackingSection, model: ModelSection) -> list[Problem]:
+def shared_rows_have_an_engine(
+    packing: PackingSection, model: ModelSection, parallelism: ParallelismSection
+) -> list[Problem]:
     """The other engine's attention takes segments that are each by themselves."""
+    if packing.share_prefix and model.backend == "hf" and parallelism.context > 1:
+        message = (
+            f"true, but parallelism.context is {parallelism.context}, and a row with shared "
+            "prefixes is not cut; leave one of them out"
+        )
+        return [Problem(_PREFIX, message)]
     if not packing.share_prefix or model.backend == "hf":
         return []
     message = (

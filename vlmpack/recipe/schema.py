@@ -178,8 +178,8 @@ class ModelSection(Section):
     `flash_attn_3` and `flash_attn_4` are its next versions, from their packages or from files that
     the package `kernels` finds on this machine. No GPU has run them yet, so `auto` takes neither.
     `transformer_engine` needs CUDA and the mcore engine. `auto` takes the fastest one that this
-    machine has, or `segments` with context parallelism. It takes Transformer Engine only in
-    versions that have passed the tests on a GPU."""
+    machine has, or `segments` with context parallelism on the mcore engine. It takes Transformer
+    Engine only in versions that have passed the tests on a GPU."""
 
     recurrence: Literal["auto", "torch", "kernels"] = "auto"
     """What runs layers that carry state over packed rows. `torch` uses torch's operators on any
@@ -305,7 +305,7 @@ class PackingSection(Section):
 
 
 class ParallelismSection(Section):
-    """How one model copy is spread over processes. On the `hf` engine, `sharding` alone spreads it.
+    """How one model copy is spread over processes. The `hf` engine takes `sharding` and `context`.
     The number of copies follows as world size / (tensor x pipeline x context)."""
 
     tensor: Count = 1
@@ -315,7 +315,8 @@ class ParallelismSection(Section):
     """Stages that the layers are divided into (PP)."""
 
     context: Count = 1
-    """Processes that share each row's tokens (CP)."""
+    """Processes that share each row's tokens (CP). On the hf engine they exchange heads for
+    attention, and their number divides the query heads."""
 
     expert: Count = 1
     """Processes that share the experts of a mixture-of-experts layer (EP)."""

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 from vlmpack.backends.engine import ROUTER_REPORT, ROUTER_SUM, ForwardStep, LossFunction
 from vlmpack.errors import ObjectiveError
-from vlmpack.packing import Batch, PackedBatch, move_batch
+from vlmpack.packing import Batch, move_batch
 from vlmpack.recipe.objective import OBJECTIVES, ObjectiveSection
 from vlmpack.words import twice, unfit_signature
 
@@ -87,7 +87,7 @@ def _summed(
 ) -> tuple[Tensor, int, dict[str, Tensor]]:
     """The differentiable term, Megatron's count of tokens, and detached float64 sums."""
     named = sums(losses, batch)
-    context = batch.context if isinstance(batch, PackedBatch) else None
+    context = batch.context
     report: dict[str, Tensor] = {}
     if context is None or context.rank == 0 or not of_rows:
         report = {name: value.detach().double() for name, value in named.items()}

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlmpack.errors import ReferenceCacheError
-from vlmpack.packing import Batch, ContextSlice, PackedBatch
+from vlmpack.packing import Batch, ContextSlice
 from vlmpack.packing.pairs import identical_pairs
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.training.objective import Objective, Remark
@@ -36,7 +36,7 @@ def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
         values: (L,) of the batch's label tokens; under context parallelism this rank's.
         batch: of pairs, on the same device.
     """
-    context = batch.context if isinstance(batch, PackedBatch) else None
+    context = batch.context
     total = _by_sequence(values, batch, batch if context is None else context)
     if context is None:
         return total

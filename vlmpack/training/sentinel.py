@@ -232,7 +232,7 @@ def _error(in_row: float, alone: float) -> float:
 
 def _by_slot(losses: Tensor, batch: Batch) -> dict[int, float]:
     """Slot of the whole row -> loss, for the label tokens of this rank."""
-    context = batch.context if isinstance(batch, PackedBatch) else None
+    context = batch.context
     slots = batch.label_positions
     if context is not None:
         slots = context.row_index[context.label_positions]

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlmpack.attention import segment_attention
+from vlmpack.backends.collectives import gather_features, gather_slices, sum_parts
 from vlmpack.backends.mcore import attention
 from vlmpack.backends.mcore.attention import context_parallel_attention
-from vlmpack.backends.mcore.collectives import gather_features, gather_slices, sum_parts
 from vlmpack.backends.mcore.mixers import PackedGatedDeltaNet, PackedMamba2
 from vlmpack.distributed import start_process_group, stop_process_group
 from vlmpack.errors import CapabilityError

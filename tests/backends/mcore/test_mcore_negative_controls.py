@@ -28,8 +28,8 @@ from support.forked import check_ranks
 from support.layouts import LAYOUTS, Trained, make_megatron, one_layout, stepper_with, train
 from support.layouts import whole_weights as collect_weights
 
+from vlmpack.backends.collectives import gather_features, gather_slices
 from vlmpack.backends.mcore import attention, config, engine, model, stage
-from vlmpack.backends.mcore.collectives import gather_features, gather_slices
 from vlmpack.backends.recompute import recompute_modules
 from vlmpack.distributed import Ranks, stop_process_group
 from vlmpack.packing import IGNORE_INDEX, context

@@ -23,6 +23,7 @@ from vlmpack.attention import (
 )
 from vlmpack.attention.eager import eager
 from vlmpack.attention.prefix_attention import PrefixAttention
+from vlmpack.backends.hf.context import HeadExchange
 from vlmpack.errors import CapabilityError
 from vlmpack.kernel_operators import is_plain
 from vlmpack.packing import PackedSeqParams
@@ -52,9 +53,9 @@ def _attend(
         attention_mask: always None here; anything else means that a caller built a mask that
             this function would ignore.
         options: scaling, dropout, sliding_window, and arguments of the model's forward. These are
-            `packed_seq_params` for a THD row, `prefix_row` if it shares prefixes, or
-            `padded_rows=True`. `image_masks` is there if an image's tokens attend in both
-            directions.
+            `packed_seq_params` for a THD row, with `prefix_row` if it shares prefixes and
+            `head_exchange` if ranks share it, or `padded_rows=True`. `image_masks` is there if an
+            image's tokens attend in both directions.
 
     Returns:
         (B, S, Hq, Dv) and no weights.
@@ -93,15 +94,15 @@ def _attend(
         # varlen kernels, unlike scaled_dot_product_attention, are not on autocast's list.
         shares = params.prefix_tree is not None
         function = PrefixAttention(choice, options.get("prefix_row")) if shares else _own(choice)
-        output = function(
-            query.squeeze(0).transpose(0, 1).to(value.dtype),
-            key.squeeze(0).transpose(0, 1).to(value.dtype),
-            value.squeeze(0).transpose(0, 1),
-            params,
-            scale=scale,
-            window=window,
-            masks=masks,
+        queries, keys, values = (
+            part.squeeze(0).transpose(0, 1).to(value.dtype) for part in (query, key, value)
         )
+        exchange: HeadExchange | None = options.get("head_exchange")
+        if exchange is not None:
+            queries, keys, values = exchange.to_heads(queries, keys, values)
+        output = function(queries, keys, values, params, scale=scale, window=window, masks=masks)
+        if exchange is not None:
+            output = exchange.to_slots(output)
         return output[None, ..., :own], None
     if not options.get("padded_rows"):
         raise CapabilityError(

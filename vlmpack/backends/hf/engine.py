@@ -38,6 +38,7 @@ from vlmpack.backends.hf.adapters import (
 )
 from vlmpack.backends.hf.attention import register_attention
 from vlmpack.backends.hf.compiled_layers import DRAWS_IN_COMPILED, CompiledLayers
+from vlmpack.backends.hf.context import ContextGroup
 from vlmpack.backends.hf.deferred import read_whole
 from vlmpack.backends.hf.frozen import (
     check_quantization,
@@ -148,6 +149,9 @@ class HFEngine:
         balance = self.vlm.router_loss = router_loss(language, model.router_aux_loss_coef)
         self.router_sum = None if balance is None else balance.sum
         self.compiled = CompiledLayers(loaded) if model.compile else None
+        self.context = ContextGroup.of(ranks, split.context)
+        if self.context is not None:
+            self.context.take(self.vlm)
         self.sync_each = split.gradient_sync == "micro_batch"
         self.module: nn.Module = self.vlm
         # Autocast is ours: accelerate keeps its mixed precision per process, not per model.
@@ -273,6 +277,8 @@ class HFEngine:
         if self.vlm.model.training is forward_only:  # a walk over all modules
             self.module.train(not forward_only)
         self._cast_weights()
+        if self.context is not None:
+            data_iterator = map(self.context.part_of, data_iterator)
         reports: list[dict[str, Tensor]] = []
         with nullcontext() if forward_only else self._counting():
             for number in range(num_microbatches):
@@ -339,7 +345,8 @@ class HFEngine:
     def finish_gradients(self, divisor: Tensor, max_norm: float | None) -> Tensor:
         """Divide the summed gradients by the divisor, and clip them.
 
-        DDP and FSDP average over replicas, which multiplying by `dp_size` undoes.
+        DDP and FSDP average over all ranks, which multiplying by their number undoes. Those that
+        share a row have gradients of its parts, which are added up as well.
 
         Returns:
             The global norm before clipping.
@@ -348,7 +355,7 @@ class HFEngine:
         held = gradients
         if self.sharded:  # products of what this rank holds need no dispatch
             held = [local_part(gradient) for gradient in gradients]
-        factor = self.ranks.dp_size / or_one(divisor)
+        factor = self.ranks.world_size / or_one(divisor)
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
@@ -489,10 +496,14 @@ def _fused(
 def _replicas(ranks: Ranks, split: ParallelismSection) -> str:
     if ranks.world_size == 1:
         return "no replicas"
+    copies, shared = split.replicate, ""
+    if split.context > 1:
+        shared = f"; {split.context} share each row by exchange of heads"
     if split.sharding == "none":
-        return "DDP"
-    copies = split.replicate
-    return "FSDP2" if copies == 1 else f"HSDP: {copies} copies over {ranks.world_size // copies}"
+        return f"DDP{shared}"
+    if copies == 1:
+        return f"FSDP2{shared}"
+    return f"HSDP: {copies} copies over {ranks.world_size // copies}{shared}"
 
 
 def _ordered(module: Any) -> Any:

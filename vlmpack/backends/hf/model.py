@@ -39,6 +39,7 @@ from vlmpack.attention import BlockMasks
 from vlmpack.attention.prefix_attention import PrefixRow
 from vlmpack.backends.cross_entropy import capped, linear_cross_entropy
 from vlmpack.backends.decoder_graph import DecoderGraph, Recorder, StaticRow, boundaries_alone
+from vlmpack.backends.hf.context import ContextGroup
 from vlmpack.backends.hf.recurrence import (
     ROW_ARGUMENT,
     kernel_places,
@@ -90,6 +91,11 @@ class MergedInputs:
 
     embeds: Tensor
     deep: tuple[Tensor, ...] = ()
+
+    def at(self, slots: Tensor) -> MergedInputs:
+        """Those of some slots of the row."""
+        deep = tuple(layer.index_select(0, slots) for layer in self.deep)
+        return MergedInputs(self.embeds.index_select(0, slots), deep)
 
 
 def transformers_spelling(params: PackedSeqParams) -> dict[str, Any]:
@@ -176,6 +182,8 @@ class PackedLM(nn.Module):
     """The additional loss of a mixture of experts."""
     graph: DecoderGraph | None = None
     """Replays the decoder for training rows of one shape."""
+    context_group: ContextGroup | None = None
+    """The ranks that share each row, where several do."""
 
     def __init__(self, model: nn.Module, family: Family) -> None:
         super().__init__()
@@ -221,11 +229,12 @@ class PackedLM(nn.Module):
             packed_seq_params: the row's boundaries; None for a padded batch.
 
         Returns:
-            (L,) float32, in the order of `batch.label_positions`.
+            (L,) float32, in the order of `batch.label_positions`; where ranks share the row, those
+            of this rank's slots.
         """
         hidden = self.hidden_states(batch, packed_seq_params)
-        picked = self.before_head(hidden.index_select(0, batch.label_positions))
-        targets = batch.labels.flatten().index_select(0, batch.label_positions)
+        positions, targets = batch.own_labels()
+        picked = self.before_head(hidden.index_select(0, positions))
         return linear_cross_entropy(picked, self.head.weight, targets, cap=self.logit_cap)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -237,12 +246,16 @@ class PackedLM(nn.Module):
         return hidden
 
     def hidden_states(self, batch: Batch, packed_seq_params: PackedSeqParams | None) -> Tensor:
-        """(T, D) final hidden states of every slot of a batch (T = B * S where it is padded).
+        """(T, D) final hidden states of every slot of a batch (T = B * S where it is padded), or of
+        this rank's slots.
 
         Raises:
             CapabilityError: a packed row without boundaries, or a padded batch with some.
         """
-        return self.decode(batch, packed_seq_params, self.merge(batch))
+        merged = self.merge(batch)
+        if batch.context is not None:
+            merged = merged.at(batch.context.row_index)
+        return self.decode(batch, packed_seq_params, merged)
 
     def decode(
         self, batch: Batch, packed_seq_params: PackedSeqParams | None, merged: MergedInputs
@@ -259,16 +272,24 @@ class PackedLM(nn.Module):
                     deep=merged.deep,
                 )
             )
+        by_slot = self.family.decoder_arguments(self.model, batch.input_ids, batch.media_positions)
+        positions = batch.position_ids
         arguments = {
             **_deep_arguments(merged.deep),
             **_boundaries(batch, packed_seq_params),
             **self._image_masks(batch, packed_seq_params),
-            **self.family.decoder_arguments(self.model, batch.input_ids, batch.media_positions),
+            **by_slot,
         }
+        if batch.context is not None:
+            assert self.context_group is not None
+            own = batch.context.row_index
+            positions = positions.index_select(-1, own)
+            arguments |= {name: value.index_select(1, own) for name, value in by_slot.items()}
+            arguments["head_exchange"] = self.context_group.exchange(batch.context)
         router_loss = self.router_loss if torch.is_grad_enabled() else None
         if router_loss is not None:
             arguments["output_router_logits"] = True
-        output = self._run(merged.embeds, batch.position_ids, packed_seq_params, arguments)
+        output = self._run(merged.embeds, positions, packed_seq_params, arguments)
         hidden: Tensor = output.last_hidden_state.flatten(0, 1)
         return (
             hidden
@@ -395,18 +416,25 @@ class PackedVLM(PackedLM):
             CapabilityError: the tower's feature count differs from the placeholders'.
         """
         embeds: Tensor = self.model.get_input_embeddings()(batch.input_ids).flatten(0, 1)
-        media = batch.media if batch.media is not None else self.blank
+        media, part = batch.media or self.blank, batch.media_part
         images = self.image_features(media, embeds.device)
         if batch.media is None:  # the blank image keeps every part of the tower in the graph
-            unused = sum((deep.sum() for deep in images.deep), images.features.sum())
-            none = tuple(torch.zeros_like(embeds) for _ in images.deep)
-            return MergedInputs(embeds + 0.0 * unused.to(embeds.dtype), none)
-        num_features = batch.num_features
+            unused = 0.0 * sum((deep.sum() for deep in images.deep), images.features.sum())
+            if part is None:
+                none = tuple(torch.zeros_like(embeds) for _ in images.deep)
+                return MergedInputs(embeds + unused.to(embeds.dtype), none)
+            images = ImageFeatures(
+                images.features[:0] + unused, tuple(deep[:0] for deep in images.deep)
+            )
+        num_features = batch.num_features if part is None else part.counts[part.rank]
         if images.features.shape[0] != num_features:
             raise CapabilityError(
                 f"the vision tower made {images.features.shape[0]} features for "
                 f"{num_features} placeholder tokens"
             )
+        if part is not None:
+            assert self.context_group is not None
+            images = self.context_group.all_features(images, part)
         features = _of_placeholders(images.features.to(embeds.dtype), batch)
         deep = tuple(_at_placeholders(layer, batch, embeds) for layer in images.deep)
         return MergedInputs(embeds.index_copy(0, batch.media_positions, features), deep)
@@ -426,6 +454,7 @@ BOUNDARIES = (
     "max_length_k",
     "image_masks",
     "prefix_row",
+    "head_exchange",
     ROW_ARGUMENT,
 )
 """Keyword arguments that say where samples end."""

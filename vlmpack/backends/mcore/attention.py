@@ -22,8 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from vlmpack.attention import VarlenAttention, apply_rope, segment_attention
+from vlmpack.backends.collectives import gather_slices, heads_to_slots, slots_to_heads
 from vlmpack.backends.fused import Rotate
-from vlmpack.backends.mcore.collectives import gather_slices, heads_to_slots, slots_to_heads
 from vlmpack.errors import CapabilityError
 from vlmpack.kernel_operators import is_plain
 from vlmpack.packing import ContextSlice, PackedSeqParams

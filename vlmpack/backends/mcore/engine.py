@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor, nn
 
 from vlmpack.backends.boxes import Kind, ReadSlice, TensorSlice, digests, whole
+from vlmpack.backends.collectives import sum_parts
 from vlmpack.backends.decoder_graph import recorder_on as recorder
 from vlmpack.backends.engine import Compute, ForwardStep, autocast_to, norms_by_component, or_one
 from vlmpack.backends.export import save_model_folder
@@ -35,7 +36,6 @@ from vlmpack.backends.hf.adapters import modules_in_full, save_adapter
 from vlmpack.backends.hf.load import open_model
 from vlmpack.backends.hf.router_loss import set_experts
 from vlmpack.backends.hf.whole_copy import copy_buffers, fill_whole, shared_names
-from vlmpack.backends.mcore.collectives import sum_parts
 from vlmpack.backends.mcore.config import transformer_config
 from vlmpack.backends.mcore.decoder_graph import recomputed_parts
 from vlmpack.backends.mcore.groups import in_words, megatron_on_cpu, start_model_parallel

@@ -48,8 +48,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
+from vlmpack.backends.collectives import heads_to_slots, slots_to_heads
 from vlmpack.backends.mcore.attention import RowParams
-from vlmpack.backends.mcore.collectives import heads_to_slots, slots_to_heads
 from vlmpack.backends.mcore.weights.dims import DeltaNetDims, MambaDims
 from vlmpack.recurrence import RecurrenceChoice, RowSegments, StepSize, on_this_path
 

@@ -39,11 +39,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from vlmpack.attention import VarlenAttention, rope_cos_sin
+from vlmpack.backends.collectives import gather_features
 from vlmpack.backends.cross_entropy import VocabularyShard, chunk_rows, linear_cross_entropy
 from vlmpack.backends.decoder_graph import DecoderGraph, Recorder, StaticRow
 from vlmpack.backends.fused import FusedOps
 from vlmpack.backends.mcore.attention import RowParams, megatron_params
-from vlmpack.backends.mcore.collectives import gather_features
 from vlmpack.backends.mcore.config import decoder_spec, padded_vocabulary
 from vlmpack.backends.mcore.decoder_graph import ORDER, MixerGraphs, capture_layers
 from vlmpack.backends.mcore.overlap import ParameterGather
@@ -342,11 +342,7 @@ class MegatronVLM(MegatronModule):
             hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self.groups.tp)
-        if batch.context is not None:
-            positions, targets = batch.context.label_positions, batch.context.targets
-        else:
-            positions = batch.label_positions
-            targets = batch.labels.flatten().index_select(0, positions)
+        positions, targets = batch.own_labels()
         weight = self.shared_embedding_or_output_weight()
         if weight is None or not self.dims.tied:
             weight = self.gpt.output_layer.weight

@@ -25,7 +25,7 @@ from vlmpack.backends.cross_entropy import capped
 from vlmpack.backends.engine import Engine, ForwardStep, LossFunction
 from vlmpack.build.engine import EngineSpec, build_engine
 from vlmpack.distributed import Ranks
-from vlmpack.packing import Batch, PackedBatch
+from vlmpack.packing import Batch
 from vlmpack.proof.measure import full_float32
 from vlmpack.proof.verify.samples import VerifiedRow
 from vlmpack.proof.verify.unpacked import Point, captured, patches_of
@@ -270,14 +270,16 @@ class PackedRun:
 
 
 def packed_module(engine: Engine) -> PackedLM | None:
-    """The wrapper of a transformers model in an engine's module; None if the model is its own."""
+    """The wrapper of a transformers model in an engine's module; None if the model is its own, or
+    if its layers see a part of each row."""
     from vlmpack.backends.hf.model import PackedLM
 
-    return next((m for m in engine.module.modules() if isinstance(m, PackedLM)), None)
+    wrappers = (m for m in engine.module.modules() if isinstance(m, PackedLM))
+    return next((m for m in wrappers if m.context_group is None), None)
 
 
 def _label_slots(batch: Batch) -> Tensor:
     """(l,) flat slots of the row whose losses this rank computes."""
-    if isinstance(batch, PackedBatch) and batch.context is not None:
+    if batch.context is not None:
         return batch.context.row_index[batch.context.label_positions]
     return batch.label_positions

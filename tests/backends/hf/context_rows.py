@@ -1,0 +1,158 @@
+"""Run in ranks: the gradients of each family's rows, which two ranks or more share.
+
+    torchrun --nproc-per-node N context_rows.py FOLDER CONTEXT SHARDING MODELS NAME[+FAULT] ...
+
+MODELS is a folder that has one of each name's family. Writes FOLDER/NAME[+FAULT].json (loss, and
+what ran) and .safetensors (gradients). A fault is a name of `FAULTS`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from forecast.traffic import Traffic
+from safetensors.torch import save_file
+from support.engines import make_engine
+from support.families import TEXT_FAMILIES
+from support.shards import mixed_samples, text_samples
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from vlmpack.backends.hf import context as shared
+from vlmpack.distributed import Ranks, start_process_group, stop_process_group
+from vlmpack.encode import Encoder
+from vlmpack.packing import Batch, PackCollator, PackedBatch
+from vlmpack.training.objective import SFT
+
+ROWS = ([0, 2], [1, 4], [3, 5], [])
+"""Samples of each: images, text alone, both, and none at all."""
+
+
+def rows_of(folder: Path, name: str) -> list[Batch]:
+    """The rows of a family, of the same samples for all."""
+    encoder = Encoder(folder)
+    raw = text_samples() if name in TEXT_FAMILIES else mixed_samples()
+    samples = [encoder.encode(one.cooked()) for one in raw]
+    collate = PackCollator(
+        pad_token_id=encoder.pad_token_id,
+        num_position_axes=encoder.num_position_axes,
+        pad_to_multiple_of=8,
+    )
+    return [collate([samples[number] for number in row if number < len(samples)]) for row in ROWS]
+
+
+def gradients(engine: Any, rows: Sequence[Batch]) -> tuple[float, dict[str, Tensor]]:
+    """The loss of a global batch and its gradients. Collective."""
+    ranks: Ranks = engine.ranks
+    mine = rows[ranks.dp_rank :: ranks.dp_size]
+    reports = engine.forward_backward(SFT.step_with(), iter(mine), num_microbatches=len(mine))
+    totals = ranks.sum_over_world(SFT.add_up(reports, ranks.device)["loss_sum"])
+    labels = torch.tensor(float(sum(row.num_label_tokens for row in rows)))
+    engine.finish_gradients(labels, None)
+    whole = {
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        for name, p in engine.parameters()
+        if p.grad is not None
+    }
+    return float(totals / labels), {name: value.clone() for name, value in whole.items()}
+
+
+def other_heads() -> AbstractContextManager[Any]:
+    """Each rank's heads come back as its neighbour's."""
+    to_slots = shared.HeadExchange.to_slots
+
+    def rolled(self: Any, output: Tensor) -> Tensor:
+        return to_slots(self, output).roll(1, dims=1)
+
+    return patch.object(shared.HeadExchange, "to_slots", rolled)
+
+
+def other_slots() -> AbstractContextManager[Any]:
+    """Embeddings, positions and labels are those of the neighbour's slots."""
+    usual = shared.slice_for_context
+
+    def sliced(batch: PackedBatch, *, rank: int, size: int, **more: Any) -> PackedBatch:
+        row = usual(batch, rank=rank, size=size, **more)
+        other = usual(batch, rank=(rank + 1) % size, size=size, **more)
+        assert row.context is not None and other.context is not None
+        return replace(row, context=replace(other.context, rank=rank))
+
+    return patch.object(shared, "slice_for_context", sliced)
+
+
+def twice() -> AbstractContextManager[Any]:
+    """The tower's gradients are counted twice."""
+    usual = shared.gather_features
+
+    def gathered(local: Tensor, *of: Any, **more: Any) -> Tensor:
+        return usual(2 * local - local.detach(), *of, **more)
+
+    return patch.object(shared, "gather_features", gathered)
+
+
+def forgotten_boundary() -> AbstractContextManager[Any]:
+    """The last rank does not see where the first sample of a row ends."""
+    usual = PackedBatch.packed_seq_params
+
+    def joined(self: PackedBatch) -> Any:
+        part, lengths = self.context, self.segment_lengths
+        if part is None or part.rank != part.size - 1 or len(self.lengths) < 2:
+            return usual(self)
+        ends = torch.cat([self.cu_seqlens[:1], self.cu_seqlens[2:]])
+        return usual(
+            replace(
+                self,
+                cu_seqlens=ends,
+                cu_seqlens_padded=None,
+                segment_lengths=(lengths[0] + lengths[1], *lengths[2:]),
+            )
+        )
+
+    return patch.object(PackedBatch, "packed_seq_params", joined)
+
+
+FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "": nullcontext,
+    "other heads": other_heads,
+    "other slots": other_slots,
+    "twice": twice,
+    "forgotten boundary": forgotten_boundary,
+}
+
+
+def main(folder: Path, size: int, sharding: str, models: Path, cases: list[str]) -> None:
+    ranks = start_process_group(context=size)
+    for case in cases:
+        name, _, fault = case.partition("+")
+        model = models / name
+        encoder, rows = Encoder(model), rows_of(model, name)
+        with FAULTS[fault]():
+            engine = make_engine(model, encoder, ranks=ranks, sharding=sharding, context=size)
+            groups = SimpleNamespace(cp=engine.context.group)
+            with Traffic(SimpleNamespace(groups=groups)) as traffic:
+                loss, ours = gradients(engine, rows)
+        if ranks.is_main:
+            facts = {"loss": loss, **engine.description}
+            sent = {
+                kind: [traffic.calls[group, kind], traffic.bytes[group, kind]]
+                for group, kind in traffic.calls
+                if group == "CP"
+            }
+            facts |= {"sent": sent, "slots": sum(row.input_ids.numel() for row in rows)}
+            (folder / f"{case}.json").write_text(json.dumps(facts))
+            save_file(ours, folder / f"{case}.safetensors")
+    stop_process_group()
+
+
+if __name__ == "__main__":
+    to, count, way, of, *given = sys.argv[1:]
+    main(Path(to), int(count), way, Path(of), given)
