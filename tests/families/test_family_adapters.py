@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from support.engines import make_engine, make_stepper, policy
-from support.families import FAMILIES, TEXT_FAMILIES, TINY, model_type_of, tiny_family_folder
+from support.families import FAMILIES, TEXT_FAMILIES, TINY, tiny_family_folder
 from support.runs import GRADIENT_TOLERANCE, relative_l2
 from support.shards import text_samples
 from support.stock import StockProcessor
 
-from vlmpack.capabilities.served import SERVED
 from vlmpack.encode import Encoder
 from vlmpack.packing import PackCollator
 
@@ -23,7 +22,6 @@ OFTEN = ("qwen3_vl_moe", "gemma3", "llava_onevision", "llama")
     [
         pytest.param(name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.soak)
         for name in FAMILIES
-        if "LoRA" not in SERVED[model_type_of(name)].limits
     ],
 )
 def test_every_adapter_has_a_gradient_and_merges(name, mixed, tmp_path):
