@@ -20,7 +20,7 @@ export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 # With it pytest rewrites every test file in each process, and each run of a test compiles the package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: servers install demo test test-rest test-megatron soak-megatron test-all kernels references megatron torch-next test-map soak faults soak-faults reliability lint format families families-sweep walk bench growth operators gpu-table docs reference-pages assets clean help
+.PHONY: servers gguf install demo test test-rest test-megatron soak-megatron test-all kernels references megatron torch-next test-map soak faults soak-faults reliability lint format families families-sweep walk bench growth operators gpu-table docs reference-pages assets clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -153,6 +153,20 @@ servers: $(STAMP)  ## read from wheels which names of exports vLLM and SGLang ta
 	$(WHEEL) --platform manylinux_2_34_x86_64 --dest .servers sglang==0.5.23
 	PYTHONPATH=.:tests $(BIN)/python -m support.exported_names .servers/exports
 	$(BIN)/python -m tools.servers.run .servers/exports .servers/*.whl $(if $(CHECK),--check)
+	$(BIN)/python -m tools.servers.page
+	rm -rf .servers
+
+GGUF := .servers/converter
+gguf: $(STAMP)  ## convert every family's export with llama.cpp's published converter, into tools/servers/facts.json (80 MB, removed)
+	rm -rf .servers && mkdir .servers
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
+		--dest .servers llama-cpp-python==0.3.36
+	$(BIN)/python -m venv --without-pip $(GGUF)
+	site=$$($(GGUF)/bin/python $(PURELIB)) && \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --target $$site sentencepiece==0.2.3 && \
+		echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > $$site/beneath.pth
+	PYTHONPATH=.:tests $(BIN)/python -m support.exported_names .servers/exports
+	$(BIN)/python -m tools.servers.gguf_run .servers/exports .servers/*.tar.gz $(GGUF)/bin/python $(if $(CHECK),--check)
 	$(BIN)/python -m tools.servers.page
 	rm -rf .servers
 

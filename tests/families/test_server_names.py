@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from support.exported_names import FOR_SERVERS, write_exported
-from support.families import FAMILIES, QUICK_FAMILIES, model_type_of
+from support.families import FAMILIES, QUICK_FAMILIES, TEXT_FAMILIES, model_type_of
 from transformers import AutoModelForImageTextToText
 
 from tools.servers.facts import read_facts, shapes_of, unknown_names
 from vlmpack.capabilities.servers import SERVERS
 
-FACTS = read_facts()
+GGUF = read_facts()["gguf"]["families"]
+FACTS = {server: read_facts()[server] for server in SERVERS}
 _OTHER_TOWER = "SigLIP's names are those of transformers 5, without vision_model"
 REFUSED = {
     ("vllm", "gemma3"): _OTHER_TOWER,
@@ -38,6 +41,7 @@ UNREGISTERED = {"idefics3", "internvl", "llava_onevision", "smolvlm"}
 def test_servers_have_a_place_for_every_name(name, tmp_path):
     names = shapes_of(write_exported(name, tmp_path / "export"))
     assert len(names) > 10, "guard"
+    assert GGUF[name]["export"] == sum(map(math.prod, names.values())), "make gguf"
     for server, facts in FACTS.items():
         family = facts["families"][name]
         assert ("unregistered" in family) == (server == "sglang" and name in UNREGISTERED)
@@ -82,6 +86,24 @@ def test_the_table_of_servers_is_what_the_facts_say():
             refused = model_type_of(family) in server.refused
             assert refused == bool({"unregistered", "fails"} & found.keys()), (name, family)
             assert ("refused" in found) == (family in server.renamed and not refused)
+
+
+def test_converted_files_hold_every_number_of_the_export():
+    assert GGUF.keys() == set(FAMILIES)
+    whole = {}
+    for name, found in GGUF.items():
+        parts = [found[part] for part in ("model", "tower") if part in found]
+        assert ("tower" in found) == (name not in TEXT_FAMILIES)
+        if "fails" not in found["model"]:
+            assert found["model"]["tokens"] and found["model"]["template"], name
+        if not any("fails" in part for part in parts):
+            whole[name] = sum(part["numbers"] for part in parts) - found["export"]
+    assert {name: more for name, more in whole.items() if more} == ROPE_OF_LLAMA_3
+    assert {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "qwen3", "deepseek_v3"} <= whole.keys()
+
+
+ROPE_OF_LLAMA_3 = {"llama": 8}
+"""Numbers more than the export has: frequencies that its config.json says."""
 
 
 def test_every_family_has_facts_of_every_server():

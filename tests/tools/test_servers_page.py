@@ -15,4 +15,4 @@ def test_the_table_is_that_of_the_facts():
     assert len(lines) == 2 + len(FAMILIES)
     gemma = next(line for line in lines if "(`gemma3`)" in line)
     assert "`--for vllm`" in gemma and "`--for sglang`" in gemma
-    assert next(x for x in lines if "(`internvl`)" in x).endswith("| no: no class |")
+    assert next(x for x in lines if "(`internvl`)" in x).endswith("| no: no class | not known |")

@@ -21,16 +21,30 @@ START, END = "<!-- table -->\n", "<!-- end of table -->\n"
 def table(facts: Mapping[str, Any]) -> str:
     """A line for each family, and a column for each server."""
     lines = [
-        f"| family | {' | '.join(one.title for one in SERVERS.values())} |",
-        f"|---|{'---|' * len(SERVERS)}",
+        f"| family | {' | '.join(one.title for one in SERVERS.values())} | GGUF |",
+        f"|---|{'---|' * len(SERVERS)}---|",
     ]
     plain = (name for name in facts["vllm"]["families"] if "@" not in name)
     for name in sorted(plain, key=lambda name: (_place(name), name)):
         family, _, shape = name.partition("-")
         title = f"{SERVED[family].title} (`{family}`{f', {shape}' if shape else ''})"
         cells = (_cell(facts[server]["families"], name, server) for server in SERVERS)
-        lines.append(f"| {title} | {' | '.join(cells)} |")
+        gguf = _converted(facts["gguf"]["families"][name])
+        lines.append(f"| {title} | {' | '.join(cells)} | {gguf} |")
     return "\n".join(lines) + "\n"
+
+
+def _converted(found: Mapping[str, Any]) -> str:
+    parts = {part: found[part] for part in ("model", "tower") if part in found}
+    done = [part for part, one in parts.items() if "fails" not in one]
+    if len(done) == len(parts):
+        return f"{' and '.join(done)}, {sum(parts[part]['tensors'] for part in done)} tensors"
+    why = {_reason(one["fails"]) for one in parts.values() if "fails" in one}
+    return f"{'; '.join(sorted(why))}{f'; {done[0]} alone' if done else ''}"
+
+
+def _reason(fails: str) -> str:
+    return "not known" if fails == "exit 1" else f"no: `{fails.strip().rstrip(':')}`"
 
 
 def _place(name: str) -> int:
