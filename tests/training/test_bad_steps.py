@@ -252,6 +252,7 @@ def check_accounts(folder: Path, steps: list[GlobalStep], plants: dict[str, str]
         assert (dump["step"], dump["repeats"]) == (step, True) and names == keys_of(steps[step - 1])
     result = json.loads(run_dir.result.read_text())
     assert result["skipped_samples"] == len(listed)
+    assert result["skipped_steps"] == len(BAD)
 
 
 def test_a_fault_that_does_not_come_again_is_said(

@@ -257,6 +257,8 @@ def print_result(result: FinetuneResult) -> None:
             "skipped",
             f"{skipped:,} of the {samples} that these steps asked for: {LEDGER_NAME} lists them",
         )
+    if steps := result.figures.get("skipped_steps"):
+        table.add_row("not finite", f"{counted(steps, 'step')}, skipped: see dumps/ of the run")
     for name, share in result.metrics_after.items():
         before = result.metrics_before.get(name)
         start = "" if before is None else f"{before:.1%} -> "

@@ -185,6 +185,7 @@ def write_result(session: Session, before: Scores | None, after: Scores | None) 
         "tokens_per_second": round(totals.num_tokens / max(1e-9, totals.train_seconds), 1),
         "samples": totals.num_samples,
         "skipped_samples": totals.num_skipped,
+        "skipped_steps": totals.num_skipped_steps,
         "packing_mode": session.train.config.mode.name,
         "model": session.spec.model,
         "engine": session.engine.description,

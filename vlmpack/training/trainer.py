@@ -60,6 +60,7 @@ class Totals:
 
     Args:
         num_padded_slots: slots that mode `none` computes for the same micro-batches.
+        num_skipped_steps: of `step`, those that were not finite; `num_skipped` counts samples.
         train_seconds: seconds spent in steps, validation and saving left out.
         data_state: JSON text of the data state.
     """
@@ -70,6 +71,7 @@ class Totals:
     num_padded_slots: int = 0
     num_samples: int = 0
     num_skipped: int = 0
+    num_skipped_steps: int = 0
     train_seconds: float = 0.0
     data_state: str | None = None
 
@@ -80,6 +82,7 @@ class Totals:
         self.num_padded_slots += sums.num_padded_slots
         self.num_samples += sums.num_samples
         self.num_skipped += sums.num_skipped
+        self.num_skipped_steps += sums.is_skipped
         self.train_seconds += seconds
         self.data_state = data_state.to_json()
 
