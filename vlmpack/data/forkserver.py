@@ -7,8 +7,10 @@ client, lock or thread of the training process reaches them.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
@@ -16,6 +18,8 @@ from multiprocessing.context import BaseContext
 from typing import cast
 
 DEFAULT_PRELOAD = ("torch", "vlmpack.data.loading.loader")
+
+PARENT_CHECK_SECONDS = 2.0
 
 _FIRST = "vlmpack.data.server_memory"
 """Preloaded before anything else."""
@@ -34,6 +38,26 @@ def start_server(preload: tuple[str, ...] = DEFAULT_PRELOAD) -> None:
     worker_context(preload)
     with signals_blocked():
         forkserver.ensure_running()
+
+
+def end_with(parent: int) -> None:
+    """Have this worker end if the process that it works for was killed.
+
+    Its parent is the server, which lives as long as a worker, so both would stay for ever.
+
+    Args:
+        parent: the number of that process.
+    """
+    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while True:
+        try:
+            os.kill(parent, 0)
+        except ProcessLookupError:
+            os._exit(1)
+        time.sleep(PARENT_CHECK_SECONDS)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 from vlmpack.activity import ACTIVITY
-from vlmpack.data.forkserver import worker_context
+from vlmpack.data.forkserver import end_with, worker_context
 from vlmpack.errors import VlmpackError
 from vlmpack.terminal import say_printable
 from vlmpack.watchdog import SECONDS, Watchdog
@@ -68,8 +68,9 @@ def each_shard(
         return
     context = worker_context(preload)
     moves: Moves = context.RawValue("L", 0)
+    given = (moves, work, os.getpid())
     pool = ProcessPoolExecutor(
-        count, mp_context=context, initializer=_start_process, initargs=(moves, work)
+        count, mp_context=context, initializer=_start_process, initargs=given
     )
     several = 1 if in_order else min(MOST_SENT, 1 + num_shards // (FEWEST_TURNS * count))
     try:
@@ -94,8 +95,9 @@ _given: list[Callable[[Any], Any]] = []
 """The work of a process of a pool."""
 
 
-def _start_process(moves: Moves, work: Callable[[Any], Any]) -> None:
+def _start_process(moves: Moves, work: Callable[[Any], Any], parent: int) -> None:
     """Start a process that reports the store it waits for, and its progress."""
+    end_with(parent)
     _given[:] = [work]
     who = f"process {os.getpid()}, which works on shards"
     # It lives as long as the process, whose threads end with it.

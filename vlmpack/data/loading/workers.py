@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from vlmpack.activity import ACTIVITY
+from vlmpack.data.forkserver import end_with
 from vlmpack.errors import DataError, transport_error
 from vlmpack.terminal import say_printable
 from vlmpack.watchdog import Watchdog
@@ -32,7 +33,6 @@ LOOK_SECONDS = 1.0
 """How often a waiting trainer looks whether its workers live."""
 STUCK_SECONDS = 5.0
 """How long a trainer may take to notice a dead worker before its read is cut."""
-TRAINER_CHECK_SECONDS = 2.0
 TIMED_OUT = "DataLoader timed out"
 ENDED = "DataLoader worker (pid"
 
@@ -40,24 +40,10 @@ ENDED = "DataLoader worker (pid"
 def start_worker(worker: int, *, trainer: int, watch_seconds: float = 60.0) -> None:
     """The first thing a worker runs."""
     torch.set_num_threads(1)
-    threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
+    end_with(trainer)
     who = f"loader process {worker} (process {os.getpid()})"
     # It lives as long as the worker, whose threads end with it.
     Watchdog(ACTIVITY, watch_seconds, who=who, say=say_printable).__enter__()
-
-
-def _end_with(trainer: int) -> None:
-    """End this worker when its trainer was killed.
-
-    torch's own check watches the parent, which is the fork server. That lives as long as a worker,
-    so both would stay for ever.
-    """
-    while True:
-        try:
-            os.kill(trainer, 0)
-        except ProcessLookupError:
-            os._exit(1)
-        time.sleep(TRAINER_CHECK_SECONDS)
 
 
 class WorkerWatch:

@@ -31,7 +31,6 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from itertools import accumulate, pairwise
 from multiprocessing import parent_process
 from pathlib import Path
@@ -49,7 +48,6 @@ from vlmpack.data.index.parts import BuildSettings
 from vlmpack.data.index.shard_index import IndexBuilder, open_index
 from vlmpack.data.index.table import Fitted, SampleRef
 from vlmpack.data.loading.loader import BinDataset, BinRequest, check_length
-from vlmpack.data.loading.workers import start_worker
 from vlmpack.data.packs.manifest import Kind, MediaForm, sealed, take_seal
 from vlmpack.data.shards.tar import BLOCK_BYTES, read_span
 from vlmpack.data.shards.writer import ShardWriter
@@ -344,7 +342,6 @@ class WritePart:
     kind: Kind
     media: MediaForm | None
     num_axes: int
-    maker: int
 
     def __call__(self, job: PartJob) -> PartFacts:
         """The tar and its facts, unless both are there.
@@ -352,8 +349,8 @@ class WritePart:
         Raises:
             DataError: a sample that cannot be encoded and may not be left out.
         """
-        if parent_process() is not None:
-            _start_process(self.maker)
+        if parent_process() is not None:  # the others have the other cores
+            torch.set_num_threads(1)
         facts = read_facts(self.folder, job.number)
         return facts if facts is not None else self._write(job)
 
@@ -429,12 +426,6 @@ class WritePart:
             again.pixel_values, media.pixel_values
         )
         return files if same else None
-
-
-@cache
-def _start_process(maker: int) -> None:
-    """Once in each process of a pool."""
-    start_worker(0, trainer=maker)
 
 
 def _png(picture: Image) -> bytes:

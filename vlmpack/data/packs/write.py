@@ -336,7 +336,6 @@ def _write_parts(
         kind=order.kind,
         media=order.media,
         num_axes=source.dataset.encoder.num_position_axes,
-        maker=os.getpid(),
     )
     cuts = part_bounds(fitted.table, arrays, order.part_packs)
     num_parts = len(cuts) - 1
