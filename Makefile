@@ -20,7 +20,7 @@ export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 # With it pytest rewrites every test file in each process, and each run of a test compiles the package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: servers gguf install demo test test-rest test-megatron soak-megatron test-all kernels references megatron torch-next test-map soak faults soak-faults reliability lint format families families-sweep walk bench growth operators gpu-table docs reference-pages assets clean help
+.PHONY: servers gguf install demo test test-rest test-megatron soak-megatron test-all kernels references megatron torch-next test-map soak faults soak-faults soak-flips reliability lint format families families-sweep walk bench growth operators gpu-table docs reference-pages assets clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -122,6 +122,9 @@ faults: $(STAMP)  ## each row of the matrix of faults in a short form: 4 minutes
 soak-faults: MINUTES = 25
 soak-faults: $(STAMP)  ## random deaths over engines and sources for MINUTES=25; it goes on where it stopped
 	$(FAULTS) faults.soak --minutes $(MINUTES)
+
+soak-flips: $(STAMP)  ## bits flipped in a single replica, and what finds them; half an hour
+	$(FAULTS) faults.flips
 
 reliability: $(STAMP)  ## write docs/reliability.md from what `make faults` and `make soak-faults` found
 	$(FAULTS) faults.page
