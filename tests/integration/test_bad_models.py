@@ -180,7 +180,7 @@ def test_a_damaged_model_is_named_before_any_data_is_read(
 
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "CP on hf": ({"parallelism__context": 2}, "parallelism.context", "needs model.backend: mcore"),
+    "TP on hf": ({"parallelism__tensor": 2}, "parallelism.tensor", "needs model.backend: mcore"),
     "dropout of adapters on mcore": (
         {"model__backend": "mcore", "trainable__language": "lora", "trainable__lora__dropout": 0.1},
         "trainable.lora.dropout",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.forked import check_ranks
+from support.pairs import raw_pairs, write_pairs
 from support.recipes import changed, rows, run_settings, write_recipe
 
 STEPS = 8
@@ -82,10 +83,26 @@ def test_a_run_goes_on_with_any_number_of_processes_to_a_row(tmp_path: Path) -> 
             },
             id="planned rows, adapters",
         ),
+        pytest.param({"objective": {"name": "dpo"}, "training__micro_batch_size": 2}, id="pairs"),
+        pytest.param(
+            {
+                "objective": {"name": "dpo", "reference": "adapters_off"},
+                "packing__mode": "online",
+                "packing__scope": "batch",
+                "packing__max_tokens": 528,
+                "parallelism__sharding": "fsdp",
+                "training__micro_batch_size": 1,
+                "trainable": {"vision": "frozen", "projector": "frozen", "language": "lora"},
+            },
+            id="planned pairs, adapters",
+        ),
     ],
 )
 def test_two_processes_train_as_one(tmp_path: Path, changes: dict[str, Any]) -> None:
     settings = changed(settings_of(tmp_path), packing__alignment=8, **changes)
+    if "objective" in changes:
+        write_pairs(tmp_path / "pairs.tar", raw_pairs(0) * 4)
+        settings = changed(settings, data__train=str(tmp_path / "pairs.tar"))
     for name, size in (("one", 1), ("two", 2)):
         own = changed(settings, run_dir=str(tmp_path / name), parallelism__context=size)
         trained(tmp_path / f"{name}.json", own, size)

@@ -213,12 +213,19 @@ def without_adapters(engine: Engine, batches: Sequence[Batch]) -> list[Batch]:
     """
     ACTIVITY.enter("reference log-probabilities")
     with engine.adapters_off():
-        return [replace(batch, reference=sequence_values(engine, batch)) for batch in batches]
+        return [
+            replace(batch, reference=sequence_values(engine, batch, once=False))
+            for batch in batches
+        ]
 
 
-def sequence_values(engine: Engine, batch: Batch) -> Tensor | None:
-    """(N,) float64 on the engine's device, as `log_probabilities` has it. None for []."""
-    step = partial(forward_step, sums=_log_p, of_rows=True)
+def sequence_values(engine: Engine, batch: Batch, *, once: bool = True) -> Tensor | None:
+    """(N,) float64 on the engine's device, as `log_probabilities` has it. None for [].
+
+    Args:
+        once: of the ranks that share a row the first alone has them; all do without.
+    """
+    step = partial(forward_step, sums=_log_p, of_rows=once)
     [report] = engine.forward_backward(step, iter([batch]), num_microbatches=1, forward_only=True)
     return report.get("log_p")
 
