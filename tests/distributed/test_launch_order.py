@@ -65,11 +65,11 @@ def test_it_is_set_before_a_process_group_asks_cuda_for_anything(hopper, monkeyp
     start_process_group()
     monkeypatch.setenv("WORLD_SIZE", "3")  # no multiple of 2: refused once CUDA was asked
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    for layout in ({"tensor": 2}, {"context": 2}):
+    for layout in ({"tensor": 2}, {"context": 2}, {"context": 2, "sharded": True}):
         os.environ.pop(VARIABLE, None)
         with pytest.raises(Exception, match="3 processes, expected a multiple"):
             start_process_group(**layout)
-    assert seen == [None, "1", "1"]
+    assert seen == [None, "1", "1", None]
 
 
 def test_another_value_of_the_users_stays_with_a_warning(hopper, monkeypatch, caplog):

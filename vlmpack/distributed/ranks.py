@@ -180,6 +180,7 @@ def start_process_group(
     tensor: int = 1,
     context: int = 1,
     pipeline: int = 1,
+    sharded: bool = False,
     timeout_seconds: float | None = None,
 ) -> Ranks:
     """Join the process group that torchrun describes, or run alone.
@@ -192,6 +193,7 @@ def start_process_group(
         tensor: TP, processes that share each layer's matrices.
         context: CP, processes that share each row's tokens.
         pipeline: PP, stages.
+        sharded: whether parameters are gathered ahead, which then decides the launch order.
         timeout_seconds: the longest wait for the others; None for torch's own.
 
     Raises:
@@ -200,7 +202,7 @@ def start_process_group(
     """
     world_size = world_size_from_environment()
     rank = int(os.environ.get("RANK", "0"))
-    set_launch_order(in_order=max(tensor, context) > 1)
+    set_launch_order(in_order=max(tensor, context) > 1 and not sharded, gathers_ahead=sharded)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
@@ -246,12 +248,16 @@ def start_process_group(
 
 @contextmanager
 def process_group(
-    *, tensor: int, context: int, pipeline: int, timeout_seconds: float
+    *, tensor: int, context: int, pipeline: int, timeout_seconds: float, sharded: bool = False
 ) -> Iterator[Ranks]:
     """`start_process_group` at the start of a block, `stop_process_group` at its end."""
     try:
         yield start_process_group(
-            tensor=tensor, context=context, pipeline=pipeline, timeout_seconds=timeout_seconds
+            tensor=tensor,
+            context=context,
+            pipeline=pipeline,
+            sharded=sharded,
+            timeout_seconds=timeout_seconds,
         )
     finally:
         stop_process_group()

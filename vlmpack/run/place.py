@@ -16,7 +16,6 @@ from vlmpack.build.engine import with_adapter_layers
 from vlmpack.build.run import resolve_date
 from vlmpack.data.packs.manifest import other_packs
 from vlmpack.distributed import Ranks, process_group, world_size_from_environment
-from vlmpack.distributed.launch_order import set_launch_order
 from vlmpack.distributed.pulse import Pulse, has_ended, lost_connection, pulse_store, words_of_lost
 from vlmpack.errors import RecipeError, VlmpackError
 from vlmpack.handed_over import left_behind, words_of
@@ -60,8 +59,7 @@ def joined(recipe: Recipe) -> Iterator[Place]:
         RunDirError: on every rank, if the folder cannot be written or is in use.
     """
     check_world(recipe, world_size=world_size_from_environment())
-    split, run_dir = recipe.parallelism, RunDir(Path(recipe.run_dir))
-    set_launch_order(gathers_ahead=split.sharding == "fsdp")
+    run_dir = RunDir(Path(recipe.run_dir))
     with (
         stop_on_sigterm() as listen,  # behind all that an error closes on its way out
         watched_ranks(recipe, run_dir.path) as ranks,
@@ -79,6 +77,7 @@ def watched_ranks(recipe: Recipe, folder: Path | None = None) -> Iterator[Ranks]
             tensor=split.tensor,
             context=split.context,
             pipeline=split.pipeline,
+            sharded=split.sharding == "fsdp",
             timeout_seconds=split.timeout_seconds,
         ) as ranks,
         watched(ranks, recipe.logging.watch_seconds, folder),
