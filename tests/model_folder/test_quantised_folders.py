@@ -240,5 +240,25 @@ def test_a_folder_without_its_scales_is_refused(tmp_path: Path) -> None:
         dense_headers(folder)
 
 
+@pytest.mark.parametrize("order", [0, 2])
+def test_codes_in_the_order_of_a_kernel_are_refused(tmp_path: Path, order: int) -> None:
+    """Early versions of bitsandbytes saved them so, under names that say nothing of it."""
+    from vlmpack.errors import ModelError
+
+    tensors = {
+        "a.weight": torch.ones(4, 8, dtype=torch.int8),
+        "a.SCB": torch.full((4,), 127.0),
+        "a.weight_format": torch.tensor(order, dtype=torch.uint8),
+    }
+    folder = folder_of(tmp_path, tensors, quant_method="bitsandbytes", load_in_8bit=True)
+    if order == 0:
+        assert torch.equal(
+            dense_tensors(folder, stored_whole).tensors["a.weight"], torch.ones(4, 8)
+        )
+        return
+    with pytest.raises(ModelError, match="a has its codes in order 2, expected 0"):
+        dense_headers(folder)
+
+
 if __name__ == "__main__":
     main(Path(sys.argv[1]))

@@ -62,6 +62,9 @@ class Packing:
         return sum(aligned(dtype.itemsize * count) for dtype, count in self.layout(shape))
 
 
+ROW_ORDER = 0
+"""bitsandbytes' number for codes row by row. Early versions also saved the orders of kernels."""
+
 ALIGNED = 16
 """Bytes at whose multiples each kind of codes or scales begins."""
 
@@ -190,7 +193,10 @@ def _held(
             yield name, HeldCodes(packing, tuple(said["shape"]), parts, table)
     for layer in _ending(found, ".SCB"):
         codes, scales = found[f"{layer}.weight"], found.pop(f"{layer}.SCB")
-        found.pop(f"{layer}.weight_format", None)
+        if found.pop(f"{layer}.weight_format", None) is not None:
+            order = int(_values(stored[f"{layer}.weight_format"]))
+            if order != ROW_ORDER:
+                raise ValueError(f"{layer} has its codes in order {order}, expected {ROW_ORDER}")
         held = HeldCodes(Packing(kind="int8"), tuple(codes.shape), [codes, scales])
         yield f"{layer}.weight", held
 
