@@ -105,6 +105,14 @@ def test_targets_are_the_linear_layers_of_the_components(tiny_folder, encoder):
         ({"language": "lora", "targets": ("lm_head",)}, r"ends in 'lm_head'; there are"),
         ({"language": "lora", "targets": ("proj",)}, "ends in 'proj'"),
         (
+            {"language": "lora", "targets": ("q_proj",), "rank_pattern": {"v_proj": 2}},
+            r"lora\.rank_pattern: nothing that gets an adapter ends in 'v_proj'; there are q_proj",
+        ),
+        (
+            {"language": "lora", "alpha_pattern": {"q_proj": 2.0, "q_poj": 3.0}},
+            r"lora\.alpha_pattern: .* ends in 'q_poj'; there are .*q_proj",
+        ),
+        (
             {"vision": "lora", "language": "lora", "targets": ("q_proj",)},
             "trainable.vision: 'lora', but no linear layer of the vision is among",
         ),

@@ -262,7 +262,11 @@ def test_a_tiny_model_of_a_family_verifies(name, tmp_path):
 @pytest.mark.slow
 def test_adapters_of_one_layer_have_a_place_in_a_tiny_model(tmp_path):
     """A folder of adapters names layers that the tiny model has not."""
-    lora = {"targets": ["layers.3.self_attn.q_proj"], "modules_to_save": ["layers.3.mlp"]}
+    lora = {
+        "targets": ["layers.3.self_attn.q_proj"],
+        "rank_pattern": {"layers.3.self_attn.q_proj": 4},
+        "modules_to_save": ["layers.3.mlp"],
+    }
     recipe = recipe_for(
         tiny_family_folder("qwen3_vl", tmp_path / "whole"),
         run_dir=str(tmp_path / "run"),

@@ -230,9 +230,22 @@ def adapter_targets(model: Any, paths: ModulePaths, policy: TrainingPolicy) -> l
                 f"{'is there' if words == {'all-linear'} else 'is among trainable.lora.targets'}; "
                 f"use full or frozen for it"
             )
+    _check_patterns(chosen, lora)
     _check_in_full(model, paths, policy)
     refuse_unreadable(model, chosen, lora)
     return chosen
+
+
+def _check_patterns(targets: Sequence[str], lora: LoraSection) -> None:
+    """Raise CapabilityError where a rank or scale is for no layer that gets an adapter."""
+    for knob, ends in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        for end in ends:
+            if not any(_ends_in(name, (end,)) for name in targets):
+                known = sorted({name.rpartition(".")[2] for name in targets})
+                raise CapabilityError(
+                    f"trainable.lora.{knob}: nothing that gets an adapter ends in {end!r}; there "
+                    f"are {', '.join(known)}"
+                )
 
 
 def called_layers(model: Any, paths: ModulePaths) -> list[str]:

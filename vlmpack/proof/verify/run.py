@@ -62,6 +62,7 @@ from vlmpack.proof.verify.samples import (
 from vlmpack.recipe import Recipe
 from vlmpack.recipe.derived import multiples
 from vlmpack.recipe.objective import ObjectiveSection
+from vlmpack.recipe.trainable import LoraSection
 from vlmpack.version import __version__
 from vlmpack.whole_file import read_json, write_atomically
 from vlmpack.words import counted
@@ -329,7 +330,15 @@ def _of_any_layer(policy: TrainingPolicy) -> TrainingPolicy:
         each if isinstance(each, str) else tuple({name.rpartition(".")[2] for name in each})
         for each in (lora.targets, lora.modules_to_save)
     )
-    lora = lora.model_copy(update={"targets": targets, "modules_to_save": modules})
+    ranks, alphas = (
+        {name.rpartition(".")[2]: number for name, number in pattern.items()}
+        for pattern in (lora.rank_pattern, lora.alpha_pattern)
+    )
+    lora = LoraSection.model_validate(
+        lora.model_dump()
+        | {"targets": targets, "modules_to_save": modules}
+        | {"rank_pattern": ranks, "alpha_pattern": alphas}
+    )
     return replace(policy, trainable=policy.trainable.model_copy(update={"lora": lora}))
 
 
