@@ -24,6 +24,23 @@ def test_adapters_off_the_language_model_are_refused():
         SERVERS["vllm"].check("qwen3_vl", ["vision", "language", "projector"])
 
 
+@pytest.mark.parametrize(
+    ("server", "key", "why"),
+    [
+        ("vllm", "dora", "magnitudes"),
+        ("vllm", "modules_to_save", "in full beside"),
+        ("sglang", "dora", "magnitudes"),
+        ("sglang", "rslora", "alpha / rank"),
+        ("sglang", "alpha_pattern", "alpha / rank"),
+    ],
+)
+def test_adapters_that_a_server_would_compute_otherwise_are_refused(server, key, why):
+    with pytest.raises(CapabilityError, match=rf"with trainable\.lora\.{key}: .*{why}.*; add --me"):
+        SERVERS[server].check("qwen3", ["language"], ["rank", key])
+    SERVERS[server].check("qwen3", None, [key])
+    SERVERS["vllm"].check("qwen3", ["language"], ["rank", "rslora", "rank_pattern"])
+
+
 @pytest.mark.parametrize("start", ["", "model."])
 def test_a_tower_gets_the_name_of_published_files_once(start):
     server = SERVERS["vllm"]

@@ -18,7 +18,7 @@ from support.carded import a_run
 from support.exports import export_run
 from support.families import tiny_family_folder
 from support.recipes import MINIMAL, changed, run_settings
-from support.shards import TINY_MODEL
+from support.shards import ROOT, TINY_MODEL
 
 from tools.servers.facts import shapes_of
 from vlmpack.activity import ACTIVITY
@@ -255,6 +255,23 @@ def test_a_run_keeps_them_and_refuses_to_take_others(tmp_path, caplog):
     ):
         export_run(run, merge=True, out=out)
     assert not out.exists()
+
+
+@pytest.mark.slow
+def test_adapters_of_a_language_model_alone_are_a_servers_unless_it_scales_otherwise(tmp_path):
+    """The recipe leaves out what the model has not: a tower and a projector."""
+    settings = run_settings(
+        tmp_path,
+        model__path=str(tiny_family_folder("qwen3", tmp_path / "model")),
+        data__train=str(ROOT / "assets/text/train-000000.tar"),
+        training__max_steps=1,
+        trainable={"language": "lora", "lora": {"rslora": True}},
+    )
+    run = run_recipe(resolve(settings, {})).run_dir
+    assert choose_export(run, merge=False, server="vllm").adapter
+    with pytest.raises(CapabilityError, match=r"SGLang .* with trainable\.lora\.rslora: "):
+        choose_export(run, merge=False, server="sglang")
+    choose_export(run, merge=True, server="sglang")
 
 
 @pytest.mark.slow

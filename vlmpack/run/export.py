@@ -32,6 +32,7 @@ from vlmpack.model_folder.extra_shards import rename_tensors
 from vlmpack.model_folder.quantised import is_quantised
 from vlmpack.recipe import Recipe
 from vlmpack.recipe.show import PublicRecipe
+from vlmpack.recipe.trainable import COMPONENTS, LoraSection
 from vlmpack.run.card import CARD, card_of, hub_name_of, is_hub_name
 from vlmpack.run.result import export_dtype, publish_folder
 from vlmpack.training.checkpoint import (
@@ -130,9 +131,11 @@ def choose_export(
     if adapter and dtype is not None:
         raise VlmpackError("adapters are written as trained, in float32; add --merge for --dtype")
     if server is not None:
-        adapted = [*recipe.trainable.uses("lora"), *recipe.trainable.uses("full")]
-        model_type = str(read_config(Path(recipe.model.path))["model_type"])
-        SERVERS[server].check(model_type, adapted if adapter else None)
+        config, trainable = read_config(Path(recipe.model.path)), recipe.trainable
+        parts = COMPONENTS if "vision_config" in config else ("language",)
+        adapted = [part for part in parts if getattr(trainable, part) != "frozen"]
+        own = [key for key, value in trainable.lora if value != getattr(LoraSection(), key)]
+        SERVERS[server].check(str(config["model_type"]), adapted if adapter else None, own)
     base = _named(recipe.model.path, base, pushed=pushed, adapter=adapter)
     checkpoint, why = _choose(run_dir, recipe, step)
     if out is None:
