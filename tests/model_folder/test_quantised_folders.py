@@ -240,6 +240,29 @@ def test_a_folder_without_its_scales_is_refused(tmp_path: Path) -> None:
         dense_headers(folder)
 
 
+@pytest.mark.parametrize("groups", [2, 3])
+def test_groups_of_unequal_sizes_are_refused(tmp_path: Path, groups: int) -> None:
+    """compressed-tensors warns of them when it writes, and cannot read them."""
+    from vlmpack.errors import ModelError
+
+    tensors = {
+        "a.weight_packed": torch.full((4, 2), 0x11111111, dtype=torch.int32),
+        "a.weight_scale": torch.ones(4, groups),
+        "a.weight_shape": torch.tensor([4, 16]),
+    }
+    section: dict[str, Any] = {
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 4}}},
+    }
+    folder = folder_of(tmp_path, tensors, quant_method="compressed-tensors", **section)
+    if groups == 2:
+        found = dense_tensors(folder, stored_whole).tensors["a.weight"]
+        assert torch.equal(found, torch.full((4, 16), -7.0))
+        return
+    with pytest.raises(ModelError, match="a has 16 columns in 3 groups"):
+        dense_headers(folder)
+
+
 @pytest.mark.parametrize("order", [0, 2])
 def test_codes_in_the_order_of_a_kernel_are_refused(tmp_path: Path, order: int) -> None:
     """Early versions of bitsandbytes saved them so, under names that say nothing of it."""

@@ -226,7 +226,9 @@ def _words(
         del found[f"{layer}.weight_shape"]
         rows, columns = _values(stored[f"{layer}.weight_shape"]).tolist()
         codes = _unpacked(words, bits)[:, :columns].float()
-        size = -(-columns // scales.shape[-1]) if scales.ndim == 2 else 1
+        size, uneven = divmod(columns, scales.shape[-1]) if scales.ndim == 2 else (1, 0)
+        if uneven:
+            raise ValueError(f"{layer} has {columns} columns in {scales.shape[-1]} groups")
         if f"{layer}.weight_zero_point" in found:
             packed = found.pop(f"{layer}.weight_zero_point")
             zeros = _unpacked(packed.t(), bits).t()[:rows].float()
