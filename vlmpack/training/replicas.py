@@ -76,8 +76,9 @@ class Replicas(Listener):
             "learning rate": _number(repr(stepper.schedule(self._step - 1))),
         }
         if stepper.dropout_seed is not None and step:
-            replica = ranks.rank // ranks.stage_size % ranks.dp_size
-            drawn ^= seed_of_step(stepper.dropout_seed, step - 1, replica)
+            replica, own = divmod(ranks.rank, ranks.stage_size)
+            place = replica + ranks.dp_size * own  # nothing with stages draws
+            drawn ^= seed_of_step(stepper.dropout_seed, step - 1, place)
             facts |= {DROPOUT: _signed(drawn), "seed of all dropout": _signed(stepper.dropout_seed)}
         return facts
 

@@ -149,9 +149,14 @@ def _watched(
         yield batch
 
 
-def seed_of_step(seed: int, step: int, replica: int) -> int:
-    """A seed by step and replica: a resumed run draws the same numbers, replicas different ones."""
-    text = f"{seed} {step} {replica}".encode()
+def seed_of_step(seed: int, step: int, place: int) -> int:
+    """A seed by step and place: a resumed run draws the same numbers.
+
+    Args:
+        place: that of a rank among all that draw. Replicas draw different numbers, and so do the
+            ranks of a row, which have different tokens of it.
+    """
+    text = f"{seed} {step} {place}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
 
 
@@ -273,7 +278,8 @@ class Stepper:
             counts: of the global batch, this rank's part.
         """
         if self.dropout_seed is not None:
-            torch.manual_seed(seed_of_step(self.dropout_seed, step, self.ranks.dp_rank))
+            place = self.ranks.dp_rank + self.ranks.dp_size * self.ranks.replica_rank
+            torch.manual_seed(seed_of_step(self.dropout_seed, step, place))
         self.engine.zero_gradients()
         reports = self.engine.forward_backward(
             self._forward_step(batches, objective),

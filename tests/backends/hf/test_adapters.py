@@ -5,7 +5,9 @@ The references are peft's own: its merge for the formula, its PeftModel for the 
 
 from __future__ import annotations
 
+import itertools
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -355,6 +357,22 @@ def test_a_checkpoint_holds_what_is_trained_and_resumes_bit_by_bit(
     load_checkpoint(folder, again.engine, single_rank())
     again.dropout_seed = 8
     assert take_steps(again, encoded, count=1, start=2) != rows[:1], "nothing was dropped"
+
+
+@pytest.mark.slow
+def test_ranks_of_a_row_drop_other_numbers_than_each_other_and_than_replicas(
+    tiny_folder, encoder, encoded
+):
+    """Two ranks of each row, and two replicas of those."""
+    stepper = make_stepper(
+        make_engine(tiny_folder, encoder, policy=policy("frozen", "frozen", "lora", dropout=0.2))
+    )
+    stepper.dropout_seed, alone, drawn = 7, stepper.ranks, []
+    for replica, own in itertools.product(range(2), range(2)):
+        stepper.ranks = replace(alone, dp_rank=replica, dp_size=2, replica_rank=own)
+        take_steps(stepper, encoded, count=1)
+        drawn.append(torch.initial_seed())
+    assert len({*drawn}) == 4
 
 
 def test_adapters_begin_the_same_whatever_was_drawn_before(tiny_folder, encoder):
