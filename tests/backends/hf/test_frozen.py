@@ -17,7 +17,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionPat
 
 from vlmpack.backends.hf import engine as engine_module
 from vlmpack.backends.hf.engine import HFEngine
-from vlmpack.backends.hf.frozen import frozen_matrices, hold_narrow, read_by_dtype
+from vlmpack.backends.hf.frozen import frozen_matrices, hold_narrow, quantize_layers, read_by_dtype
 from vlmpack.capabilities.served import SERVED
 from vlmpack.encode import Encoder
 from vlmpack.forecast.trained import trained_sizes
@@ -169,3 +169,24 @@ def test_float32_and_trained_weights_are_as_they_were(tmp_path: Path) -> None:
     plain = engine_of(model, ParallelismSection(), encoder, single_rank(), modes)
     assert {p.dtype for p in plain.vlm.model.parameters()} == {torch.float32}
     assert "frozen" not in plain.description and json.dumps(full.description)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_layer_keeps_no_unpacked_weight_for_its_gradient(dtype):
+    """Without an adapter of its own it lies between others, as under `targets: attention`."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+    quantize_layers(model, ["0"], "int8", device=torch.device("cpu"))
+    packed, kept = model[0], []
+    x = torch.randn(3, 64, dtype=dtype, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.numel()) or t, lambda t: t
+    ):
+        output = packed(x)
+    drawn = torch.randn_like(output)
+    output.backward(drawn)
+    weight = packed.unpacked().to(dtype)
+    other = x.detach().requires_grad_()
+    expected = torch.nn.functional.linear(other, weight, packed.bias.to(dtype))
+    expected.backward(drawn)
+    assert torch.equal(output, expected) and torch.equal(x.grad, other.grad)
+    assert max(kept, default=0) < weight.numel()

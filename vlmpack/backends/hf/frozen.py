@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from vlmpack.backends.hf.deferred import Deferred, read_whole
 from vlmpack.backends.hf.optimizer import require_bitsandbytes
@@ -136,17 +137,19 @@ class PackedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        if torch.is_grad_enabled() or self.packing.kind == "int8":
-            return nn.functional.linear(x, self.unpacked().to(x.dtype), self._bias_for(x))
-        import bitsandbytes as bnb
-
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        if torch.is_grad_enabled() or self.packing.kind == "int8":
+            output: Tensor = _PackedProduct.apply(x, self)  # type: ignore[no-untyped-call]
+            return output
+        import bitsandbytes as bnb
+
         codes, state = self._state(self.weight)
-        product: Tensor = bnb.matmul_4bit(x, codes.t(), quant_state=state, bias=self._bias_for(x))
+        product: Tensor = bnb.matmul_4bit(x, codes.t(), quant_state=state, bias=self.bias_for(x))
         return product
 
-    def _bias_for(self, x: Tensor) -> Tensor | None:
+    def bias_for(self, x: Tensor) -> Tensor | None:
+        """The bias in the dtype of an input."""
         return None if self.bias is None else self.bias.to(x.dtype)
 
     def unpacked(self, data: Tensor | None = None) -> Tensor:
@@ -195,6 +198,21 @@ class PackedLinear(nn.Linear):
             **given,
         )
         return codes.view(-1, 1), state
+
+
+class _PackedProduct(torch.autograd.Function):
+    """x W^T + b of frozen ones. Its backward pass unpacks W again, which autograd would keep."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: PackedLinear) -> Tensor:
+        ctx.layer = layer
+        return nn.functional.linear(x, layer.unpacked().to(x.dtype), layer.bias_for(x))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        (gradient,) = grads
+        return gradient @ ctx.layer.unpacked().to(gradient.dtype), None
 
 
 def check_quantization(quantize: str) -> None:
