@@ -243,7 +243,7 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
 def _packed(
     model: Any, packings: Mapping[str, Packing]
 ) -> tuple[PackedSizes, PackedSizes, PackedSizes]:
-    """Of all packed layers, of the block that has most, and of those in no block."""
+    """Counts of all packed layers, of the block that has most, and of those in no block."""
     blocks: dict[str, PackedSizes] = {"": NO_PACKED}
     for name, packing in packings.items():
         shape = tuple(model.get_submodule(name).weight.shape)

@@ -118,7 +118,7 @@ class PackedLinear(nn.Linear):
         parts: Sequence[Tensor] | None = None,
         bias: Any = None,
     ) -> None:
-        """Of codes and scales in the packing's order; without them on the meta device."""
+        """Hold codes and scales in the packing's order; without them, none on the meta device."""
         super().__init__(shape[1], shape[0], bias=False, device="meta")
         self.packing = packing
         if parts is None:
