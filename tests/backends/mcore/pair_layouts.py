@@ -129,7 +129,7 @@ def whole_gradients(engine: Any) -> dict[str, Tensor]:
 
 def _factor_of_ranks() -> AbstractContextManager[Any]:
     """The sum's gradient is summed once more, as a plain differentiable all-reduce does."""
-    from vlmpack.backends.mcore import collectives
+    from vlmpack.backends import collectives
 
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0] * torch.distributed.get_world_size(), None
