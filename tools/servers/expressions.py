@@ -73,13 +73,7 @@ def _call(reader: Interpreter, node: ast.Call, scope: Scope) -> Any:
         owner = reader.evaluate(node.args[0], scope) if node.args else around.names["__class__"]
         return Super(around.names["__self__"], owner)
     function = reader.evaluate(node.func, scope)
-    args: list[Any] = []
-    for arg in node.args:
-        if isinstance(arg, ast.Starred):
-            value = reader.evaluate(arg.value, scope)
-            args += [] if isinstance(value, Unknown) else list(items(value))
-        else:
-            args.append(reader.evaluate(arg, scope))
+    args = _elements(reader, node.args, scope)
     named: dict[str, Any] = {}
     for keyword in node.keywords:
         value = reader.evaluate(keyword.value, scope)
@@ -307,14 +301,20 @@ def _slice(reader: Interpreter, node: ast.Slice, scope: Scope) -> Any:
     return slice(*ends)
 
 
-def _sequence(reader: Interpreter, node: Any, scope: Scope) -> Any:
+def _elements(reader: Interpreter, nodes: list[ast.expr], scope: Scope) -> list[Any]:
+    """The values of a list, those behind stars one by one."""
     found: list[Any] = []
-    for one in node.elts:
+    for one in nodes:
         if isinstance(one, ast.Starred):
             value = reader.evaluate(one.value, scope)
             found += [] if isinstance(value, Unknown) else list(items(value))
         else:
             found.append(reader.evaluate(one, scope))
+    return found
+
+
+def _sequence(reader: Interpreter, node: Any, scope: Scope) -> Any:
+    found = _elements(reader, node.elts, scope)
     if isinstance(node, ast.Set):
         return guarded(lambda: set(found))
     return tuple(found) if isinstance(node, ast.Tuple) else found

@@ -47,6 +47,17 @@ def _if(reader: Interpreter, node: ast.If, scope: Scope) -> None:
     reader.execute(node.body if holds else node.orelse, scope)
 
 
+def _breaks(reader: Interpreter, body: list[ast.stmt], scope: Scope) -> bool:
+    """Run the body of a loop once; whether it leaves the loop."""
+    try:
+        reader.execute(body, scope)
+    except Jump as jump:
+        if jump.kind not in ("break", "continue"):
+            raise
+        return jump.kind == "break"
+    return False
+
+
 def _for(reader: Interpreter, node: ast.For, scope: Scope) -> None:
     over = reader.evaluate(node.iter, scope)
     if isinstance(over, Unknown):
@@ -55,13 +66,8 @@ def _for(reader: Interpreter, node: ast.For, scope: Scope) -> None:
         return
     for value in guarded(lambda: iter(items(over))):
         assign(reader, node.target, value, scope)
-        try:
-            reader.execute(node.body, scope)
-        except Jump as jump:
-            if jump.kind == "break":
-                return
-            if jump.kind != "continue":
-                raise
+        if _breaks(reader, node.body, scope):
+            return
     reader.execute(node.orelse, scope)
 
 
@@ -69,13 +75,8 @@ def _while(reader: Interpreter, node: ast.While, scope: Scope) -> None:
     for _ in range(10_000):
         if not reader.truth(reader.evaluate(node.test, scope), node.test, scope):
             return
-        try:
-            reader.execute(node.body, scope)
-        except Jump as jump:
-            if jump.kind == "break":
-                return
-            if jump.kind != "continue":
-                raise
+        if _breaks(reader, node.body, scope):
+            return
     raise Unread(f"while {ast.unparse(node.test)}: without end")
 
 

@@ -21,7 +21,7 @@ from vlmpack.capabilities.limits import ENGINE_LIMITS, NO_EXPERTS, Feature
 from vlmpack.capabilities.versions import lacks_triton, version_limit
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import ModelSection, ParallelismSection, TrainingSection
-from vlmpack.recipe.shared_sizes import SharedSizes, shares_heads
+from vlmpack.recipe.shared_sizes import SharedSizes, shares_heads, sizes_that_share
 from vlmpack.whole_file import read_json
 
 _SPLITS: Mapping[str, Feature] = {
@@ -168,11 +168,10 @@ def hf_shares_rows_by_heads(
     groups = config.size("num_key_value_heads") or heads
     if model.backend != "hf" or not heads or shares_heads(heads, groups, 1, context):
         return []
-    fitting = [size for size in range(1, heads + 1) if shares_heads(heads, groups, 1, size)]
     message = (
         f"{context} processes cannot share out the num_attention_heads {heads} and "
         f"num_key_value_heads {groups} of {config.folder}/config.json. Sizes that can: "
-        f"{', '.join(map(str, fitting))}"
+        f"{sizes_that_share(heads, groups, 1)}"
     )
     return [Problem(("parallelism", "context"), message)]
 

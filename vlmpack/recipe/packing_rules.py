@@ -13,7 +13,7 @@ from vlmpack.recipe.engine_rules import ModelConfig
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.problems import KeyPath, Problem
 from vlmpack.recipe.schema import ModelSection, PackingSection, ParallelismSection, TrainingSection
-from vlmpack.recipe.shared_sizes import shares_heads
+from vlmpack.recipe.shared_sizes import shares_heads, sizes_that_share
 from vlmpack.recipe.trainable import TrainableSection
 
 
@@ -231,11 +231,11 @@ def graphs_share_the_heads_of_a_row(
     known = context > 1 and heads and not groups % tensor  # what else is refused has its own rule
     if not known:
         return []
-    fitting = [c for c in range(1, heads + 1) if shares_heads(heads, groups, tensor, c)]
     why = (
         f"parallelism.context: {context} with tensor: {tensor} cannot share out in a graph "
         f"the num_attention_heads {heads} and num_key_value_heads {groups} of "
-        f"{config.folder}/config.json. Sizes that can: {', '.join(map(str, fitting))}. Or {_OFF}"
+        f"{config.folder}/config.json. Sizes that can: "
+        f"{sizes_that_share(heads, groups, tensor)}. Or {_OFF}"
     )
     return _no_graph(training, not shares_heads(heads, groups, tensor, context), why)
 

@@ -135,6 +135,12 @@ def shares_heads(heads: int, groups: int, tensor: int, context: int) -> bool:
     return groups // tensor % context == 0 or of_group % each == 0
 
 
+def sizes_that_share(heads: int, groups: int, tensor: int) -> str:
+    """Every CP for which `shares_heads` is true, for a message."""
+    every = range(1, heads + 1)
+    return ", ".join(str(size) for size in every if shares_heads(heads, groups, tensor, size))
+
+
 def _divisors(number: int) -> list[int]:
     """The divisors up to 64: no more than that share a layer."""
     return [size for size in range(1, min(number, _MOST) + 1) if number % size == 0]

@@ -31,6 +31,7 @@ from vlmpack.packing import (
     padded_as_row,
     slice_for_context,
 )
+from vlmpack.recipe.shared_sizes import shares_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +53,12 @@ class HeadExchange:
             CapabilityError: the ranks do not divide the heads.
         """
         ranks, heads, groups = self.group.size(), query.shape[1], key.shape[1]
-        copies = max(1, ranks // groups)
-        if heads % ranks or groups * copies % ranks:
+        if not shares_heads(heads, groups, 1, ranks):
             raise CapabilityError(
                 f"parallelism.context: {ranks} does not divide the {heads} query heads and "
                 f"{groups} key-value heads of a layer"
             )
-        if copies > 1:
+        if (copies := ranks // groups) > 1:
             key, value = (part.repeat_interleave(copies, dim=1) for part in (key, value))
         parts = [part.flatten(1) for part in (query, key, value)]
         whole = slots_to_heads(parts, self.natural_order, group=self.group)

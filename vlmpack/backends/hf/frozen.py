@@ -1,12 +1,12 @@
-"""Frozen matrices in fewer bytes: bfloat16 where nothing is lost by it, or 4 bits (QLoRA).
+"""Frozen matrices in fewer bytes: bfloat16 where nothing is lost by it, or 4 or 8 bits (QLoRA).
 
 Under autocast a float32 matrix is copied to bfloat16 for its product. A frozen matrix whose values
 bfloat16 holds exactly, as in most published folders, can be stored in bfloat16. That takes 2 bytes
 a weight instead of 6, and products are bit for bit the same.
 
 QLoRA (2305.14314) keeps the frozen weights of adapted layers in 4 or 8 bits. The codes of 4 bits
-are those of bitsandbytes. Only layers with an adapter are quantised. Training uses the unpacked
-weight, so an adapter is merged into that.
+are those of bitsandbytes. Only layers with an adapter are quantised. A folder that is quantised
+already keeps its own codes. Training uses the unpacked weight, so an adapter is merged into that.
 """
 
 from __future__ import annotations

@@ -454,7 +454,6 @@ BOUNDARIES = (
     "max_length_k",
     "image_masks",
     "prefix_row",
-    "head_exchange",
     ROW_ARGUMENT,
 )
 """Keyword arguments that say where samples end."""
