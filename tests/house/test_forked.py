@@ -102,9 +102,11 @@ def test_a_rank_that_fails_ends_the_others_and_says_why(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_ranks_that_hang_are_killed_all(tmp_path: Path) -> None:
-    done = run_ranks([script(tmp_path, RANKS), "hang"], 2, timeout=6)
+    path = script(tmp_path, RANKS)
+    done = run_ranks([path, "hang"], 2, timeout=6)
     assert done.returncode == -9
     assert "killed after 6 seconds" in done.stderr
+    assert all(f'rank {rank} was in:\n  File "{path}"' in done.stderr for rank in range(2))
     pids = [int(line) for line in done.stdout.splitlines() if line.isdigit()]
     assert len(pids) == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -156,14 +156,16 @@ def run_ranks(
             "timeout": timeout,
         }
         answer = (server or shared_server()).ask(request)
-        out, err = (
+        out, err, stacks = (
             [Path(folder, f"{rank}.{stream}").read_text("utf-8", "replace") for rank in ranks]
-            for stream in ("out", "err")
+            for stream in ("out", "err", "stack")
         )
     first, said = answer["first"], [*err]
     if first is not None:  # its words come last, where they are looked for
         err.append(f"\nrank {first} ended with {answer['codes'][first]}:\n{err.pop(first)}")
     if answer["timed_out"]:
+        places = ["".join(stack.splitlines(True)[1:9]) for stack in stacks]
+        err += [f"\nrank {rank} was in:\n{place}" for rank, place in enumerate(places)]
         err.append(f"\nkilled after {timeout} seconds")
     code = answer["codes"][first or 0]
     done = EndedRanks(command, code, "".join(out), "".join(err))

@@ -12,6 +12,7 @@ that its pool was to compute. So the server refuses to fork when it has a second
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -28,6 +29,8 @@ from typing import Any
 
 SECONDS_TO_END = 10.0
 """From SIGTERM to SIGKILL for the other ranks of one that failed."""
+SECONDS_TO_SAY = 1.0
+"""From the signal that asks ranks in time's last second where they are, to SIGKILL."""
 
 
 def serve(modules: list[str]) -> Callable[[], Any] | None:
@@ -79,6 +82,8 @@ def _rank(rank: int, request: dict[str, Any]) -> Callable[[], Any]:
     ):
         os.dup2(stream, target)
         os.close(stream)
+    # In C, so in a call that never returns too.
+    faulthandler.register(signal.SIGUSR2, (out / f"{rank}.stack").open("w"), all_threads=False)
     os.environ.clear()
     os.environ.update(request["environment"])
     if request["processes"] > 1:
@@ -110,7 +115,10 @@ def _wait(pids: list[int], timeout: float) -> dict[str, Any]:
             for pid in set(pids) - codes.keys():
                 os.kill(pid, signal.SIGTERM)
         if time.monotonic() > deadline:
-            timed_out = timed_out or first is None
+            if first is None and not timed_out:
+                timed_out = True
+                os.killpg(pids[0], signal.SIGUSR2)
+                time.sleep(SECONDS_TO_SAY)
             os.killpg(pids[0], signal.SIGKILL)
         # Requests come one at a time, so that nothing but the end can come meanwhile.
         if select.select([0], [], [], 0.01)[0]:
