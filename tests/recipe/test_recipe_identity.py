@@ -224,6 +224,16 @@ def test_another_date_is_another_run(minimal):
     assert "data.date" not in identity(load_recipe(minimal))
 
 
+@pytest.mark.parametrize("other", ["1", "1.0"])
+def test_values_that_a_template_writes_otherwise_are_others(minimal, other):
+    key = "data.chat_template_kwargs.enable_thinking"
+    old, new = (identity(load_recipe(minimal, [f"{key}={value}"])) for value in ("true", other))
+    assert old == new and type(old[key]) is not type(new[key])
+    assert identity_differences(old, new) == [
+        f"{key}: true in the run folder, {other} in the recipe"
+    ]
+
+
 @pytest.mark.parametrize("item", ["data.columns=vqa", "data.columns={question: q, answer: a}"])
 def test_columns_are_identity_of_the_data_and_of_a_source(minimal, item):
     old, new = identity(load_recipe(minimal)), identity(load_recipe(minimal, [item]))

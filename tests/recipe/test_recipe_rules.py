@@ -539,14 +539,16 @@ ELSEWHERE = {
     "graphs_replay_planned_rows",
     "graphs_share_no_prefixes",
     "graphs_train_no_pairs",
+    "longer_ends_come_first",
     "questions_are_asked",
     "shared_rows_have_a_mode",
     "shared_rows_have_an_engine",
     "shared_rows_have_any_shape",
     "shared_rows_have_no_router_loss",
 }
-"""In test_graph_rules.py, test_sharing_rules.py, test_adapter_rules.py and, those of evaluations,
-tests/training/test_evaluations.py; all rules of objectives are in test_objective_rules.py."""
+"""In test_graph_rules.py, test_sharing_rules.py, test_adapter_rules.py,
+test_trainable_rules.py and, those of evaluations, tests/training/test_evaluations.py. All rules
+of objectives are in test_objective_rules.py."""
 
 
 def test_every_rule_has_a_test():

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import permutations
 
 import pytest
+from peft.utils.other import get_pattern_key
 
 from vlmpack.recipe import load_recipe, trainable_rules
+from vlmpack.recipe.identity import identity
 
 LORA = {"trainable.language": "lora"}
 NF4 = LORA | {"trainable.lora.quantize": "nf4"}
@@ -174,3 +177,34 @@ def test_a_folder_in_few_bits_is_packed_once_and_needs_its_package(
     section["load_in_4bit"] = False
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert problems_of(folder | LORA) == []
+
+
+@pytest.mark.parametrize("knob", ["rank_pattern", "alpha_pattern"])
+def test_no_order_of_patterns_has_a_meaning_that_an_identity_lacks(problems_of, minimal, knob):
+    """Every order of ends that loads gives each layer the same number."""
+    layers = [f"layers.{n}.{kind}.{name}" for n in (1, 11) for kind in "ab" for name in "pq"]
+    ends = {"p": 2, "a.p": 3, "1.a.p": 4, "layers.1.a.p": 5, "b.q": 6, "q": 7}
+    meanings, refused = [], 0
+    for order in permutations(ends):
+        override = LORA | {f"trainable.lora.{knob}": {end: ends[end] for end in order}}
+        if found := problems_of(override):
+            refused += 1
+            assert all("never counts, as" in problem for problem in found)
+            continue
+        recipe = load_recipe(minimal, override)
+        of_layer = getattr(recipe.trainable.lora, knob.replace("pattern", "of"))
+        meanings.append(([of_layer(layer) for layer in layers], identity(recipe)))
+    assert 10 < len(meanings) < refused
+    assert all(meaning == meanings[0] for meaning in meanings)
+
+
+def test_ranks_and_scales_by_order_are_those_of_peft(problems_of, minimal):
+    ends = {"layers.1.a.p": 5, "p": 2}
+    lora = load_recipe(minimal, LORA | {"trainable.lora.rank_pattern": ends}).trainable.lora
+    for layer in ("layers.1.a.p", "layers.11.a.p", "up"):
+        assert lora.rank_of(layer) == ends.get(get_pattern_key([*ends], layer), lora.rank)
+    (problem,) = problems_of(LORA | {"trainable.lora.rank_pattern": {"p": 2, "layers.1.a.p": 5}})
+    assert problem.endswith(
+        "trainable.lora.rank_pattern: 'layers.1.a.p' never counts, as 'p' comes first and fits the "
+        "same layers; put 'layers.1.a.p' first, or leave one out"
+    )

@@ -119,10 +119,15 @@ def identity_differences(
     return [
         f"{key}: {_shown(key, old, new)} in the run folder, {_shown(key, new, old)} in the recipe"
         for key in [*old, *(key for key in new if key not in old)]
-        if not (key in old and key in new and old[key] == new[key])
+        if not (key in old and key in new and _same(old[key], new[key]))
         and not _grows(key, old, new)
         and not (new_era and _says_which_data(key))
     ]
+
+
+def _same(old: object, new: object) -> bool:
+    """Equal and of one type: a template writes true, 1 and 1.0 in three ways."""
+    return type(old) is type(new) and old == new
 
 
 def _says_which_data(key: str) -> bool:

@@ -106,7 +106,8 @@ class LoraSection(Section):
     rank_pattern: Annotated[dict[str, Annotated[int, Field(ge=1)]], AfterValidator(_Pattern)] = (
         Field(default_factory=_Pattern, examples=[{"q_proj": 8}])
     )
-    """Ranks of layers that have another one, by ends of their names. The first that fits counts."""
+    """Ranks of layers that have another one, by ends of their names. The first that fits counts,
+    so longer ends come first."""
 
     alpha_pattern: Annotated[dict[str, Annotated[float, Field(gt=0)]], AfterValidator(_Pattern)] = (
         Field(default_factory=_Pattern, examples=[{"q_proj": 16.0}])

@@ -82,6 +82,29 @@ def targets_are_named(model: ModelSection, trainable: TrainableSection) -> list[
     return listed_twice(where, targets) + foreign
 
 
+def longer_ends_come_first(trainable: TrainableSection) -> list[Problem]:
+    """The first end that fits counts, as in peft, so one behind its own end would never count.
+
+    Where each longer end comes first, no other order of the same ends has another meaning. A run's
+    identity can then leave the order out.
+    """
+    lora = trainable.lora
+    return [
+        Problem(
+            ("trainable", "lora", knob),
+            f"{end!r} never counts, as {first!r} comes first and fits the same layers; put "
+            f"{end!r} first, or leave one out",
+        )
+        for knob, ends in (
+            ("rank_pattern", [*lora.rank_pattern]),
+            ("alpha_pattern", [*lora.alpha_pattern]),
+        )
+        for index, end in enumerate(ends)
+        for first in ends[:index]
+        if end.endswith(f".{first}")
+    ]
+
+
 def adapters_of_experts_are_plain(trainable: TrainableSection) -> list[Problem]:
     """peft has nothing but B A for a tensor of experts."""
     lora = trainable.lora
