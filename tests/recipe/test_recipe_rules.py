@@ -20,7 +20,7 @@ from vlmpack.recipe import (
     run_rules,
 )
 from vlmpack.recipe.derived import smallest_world
-from vlmpack.recipe.engine_rules import mcore_version, read_model_config
+from vlmpack.recipe.engine_rules import ModelConfig, mcore_version, read_model_config
 from vlmpack.recipe.load import SECTIONS
 from vlmpack.recipe.rules import RULES
 from vlmpack.recipe.schema import (
@@ -618,11 +618,36 @@ def test_hf_shares_rows_by_heads(tiny_folder):
     model = ModelSection(path=str(tiny_folder))
     config, check = read_model_config(model), rule("hf_shares_rows_by_heads")
     (problem,) = check(config, model, ParallelismSection(context=3))
-    assert problem.message.startswith("3 processes cannot share out the num_attention_heads 4 and")
+    assert "3 processes cannot share out the num_attention_heads 4 in 2 groups" in problem.message
     assert problem.message.endswith("Sizes that can: 1, 2, 4")
     assert check(config, model, ParallelismSection(context=4)) == []
     on_mcore = ModelSection(path=str(tiny_folder), backend="mcore")
     assert check(config, on_mcore, ParallelismSection(context=3)) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "said", "fitting"),
+    [
+        (
+            {"linear_num_value_heads": 8, "linear_num_key_heads": 4},
+            "3 processes cannot share out the linear_num_value_heads 8 in 4 groups of",
+            "1, 2, 4",
+        ),
+        (
+            {"mamba_num_heads": 6, "n_groups": 2},
+            "3 processes cannot share out the mamba_num_heads 6 in 2 groups of",
+            "1, 2, 6",
+        ),
+    ],
+)
+def test_hf_shares_heads_of_layers_that_carry_state(state, said, fitting):
+    values = {"num_attention_heads": 12, **state}
+    config, model = ModelConfig("folder", values, values), ModelSection(path="folder")
+    check = rule("hf_shares_rows_by_heads")
+    (problem,) = check(config, model, ParallelismSection(context=3))
+    assert problem.message.startswith(said)
+    assert problem.message.endswith(f"Sizes that can: {fitting}")
+    assert check(config, model, ParallelismSection(context=2)) == []
 
 
 @pytest.mark.parametrize("size", ["tensor", "pipeline"])

@@ -79,10 +79,7 @@ class ServedModel:
         """Why the hf engine's ranks cannot share its rows; None where they can."""
         if self.family == GENERIC:
             return Limit("is run whole, by its class's own forward, which takes no part of a row")
-        if not self.layers:
-            return None
-        where = "use model.backend: mcore" if "mcore" in self.engines else ""
-        return Limit("has layers that carry state over a whole row", where)
+        return None
 
 
 _STATE = "its layers that carry state from token to token cannot hand it to several branches"

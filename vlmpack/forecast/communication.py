@@ -16,9 +16,11 @@ that is computed again is called recomputed. With SP, the bytes of PP and EP are
                   once. 4 bytes of each norm's weight are summed
     CP            T e of keys and values. An all-gather forward, once more if recomputed, and a
                   reduce-scatter back in each layer
-    CP, state     delta rules exchange slots for heads in an all-to-all. It has T' e of queries,
-                  keys, values and two numbers a head, and T' e of values on the way back. Each
-                  layer runs it forward, again if recomputed, and backward
+    CP, hf        T' e of queries, keys, values and outputs in an all-to-all there and one back. The
+                  same of layers that carry state, and of the inputs and outputs of convolutions
+    CP, state     delta rules on mcore exchange slots for heads in an all-to-all. It has T' e of
+                  queries, keys, values and two numbers a head, and T' e of values on the way back.
+                  Each layer runs it forward, again if recomputed, and backward
     PP            T' h e to the next stage, and the last stage's copy of a tied embedding
     EP            T' k h e of hidden states with k experts a token, and 4 bytes a choice of weights.
                   They go to the experts and back, in the forward and the backward pass
@@ -212,7 +214,7 @@ class _Step:
         if self.split.context > 1 and self.model.backend == "hf":
             yield "left out: copies of keys and values for more ranks than there are of their heads"
         kinds = {layer.recurrent.kind for layer in self.sizes.decoder if layer.recurrent}
-        if self.split.context > 1 and "convolution" in kinds:
+        if self.split.context > 1 and "convolution" in kinds and self.model.backend == "mcore":
             yield "left out: what convolutions alone exchange under context parallelism"
 
     def hf(self) -> Iterator[Traffic]:
@@ -247,17 +249,35 @@ class _Step:
         yield self._part(GRADIENTS, "all-reduce", syncs * blocks, scattered // ranks, copies)
 
     def _shared_rows(self) -> Iterator[Traffic]:
-        """Queries, keys and values there, outputs back, in each pass; and features of images."""
+        """Slots for heads and back, in each pass of a layer; and features of images."""
         context, n = self.split.context, self.rows.micro_batches
         group = _Group("CP", context, context)
-        passes = [(layer, 2 + again) for layer, again in self.layers if layer.query]
-        columns = sum(2 * (layer.query + layer.key) * times for layer, times in passes)
-        calls = 2 * n * sum(times for _, times in passes)
+        columns, calls = 0.0, 0
+        for layer, again in self.layers:
+            if layer.query:  # queries, keys and values; outputs
+                columns += (2 + again) * 2 * (layer.query + layer.key)
+                calls += (2 + again) * 2 * n
+            if (state := layer.recurrent) is not None:
+                columns += (2 + again) * self._exchanged_by_hf(state)
+                calls += (
+                    (2 + again) * n * {"convolution": 2, "scan": 4, "delta_rule": 5}[state.kind]
+                )
         size = self.rows.slots / context * self.number * columns
         yield self._part("slots for heads", "all-to-all", calls, size, group)
         features = self.rows.features * self.sizes.hidden * self.number
         yield self._part("features", "all-gather", n, features, group)
         yield self._part("features", "all-reduce", n, features, group)
+
+    def _exchanged_by_hf(self, state: RecurrentSizes) -> float:
+        """Columns of a token, there and back: a convolution's, and those of what follows it."""
+        columns, context = 2.0 * state.channels, self.split.context
+        if state.kind == "convolution":
+            return columns
+        columns += _exchanged(state, self.split)
+        if state.kind == "delta_rule":  # decays in float32, and copies of keys for more ranks
+            copies = max(1, context * state.key_width // state.keys)
+            columns += state.heads * (4 / self.number - 1) + 2 * (copies - 1) * state.keys
+        return columns
 
     def mcore(self) -> Iterator[Traffic]:
         yield from self._replicas()

@@ -21,7 +21,7 @@ from vlmpack.capabilities.limits import ENGINE_LIMITS, NO_EXPERTS, Feature
 from vlmpack.capabilities.versions import lacks_triton, version_limit
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import ModelSection, ParallelismSection, TrainingSection
-from vlmpack.recipe.shared_sizes import SharedSizes, shares_heads, sizes_that_share
+from vlmpack.recipe.shared_sizes import SharedSizes, shares_heads
 from vlmpack.whole_file import read_json
 
 _SPLITS: Mapping[str, Feature] = {
@@ -163,15 +163,30 @@ def hf_keeps_layers_whole(model: ModelSection, parallelism: ParallelismSection) 
 def hf_shares_rows_by_heads(
     config: ModelConfig, model: ModelSection, parallelism: ParallelismSection
 ) -> list[Problem]:
-    """Ranks that share a row have as many query heads each."""
-    heads, context = config.size("num_attention_heads"), parallelism.context
-    groups = config.size("num_key_value_heads") or heads
-    if model.backend != "hf" or not heads or shares_heads(heads, groups, 1, context):
+    """Ranks that share a row have as many heads each, of attention and of layers with a state."""
+    sizes, context = config.shared_sizes, parallelism.context
+    heads = {
+        ("num_attention_heads", sizes.num_attention_heads): sizes.num_key_value_heads,
+        ("linear_num_value_heads", config.size("linear_num_value_heads")): (
+            sizes.linear_num_key_heads
+        ),
+        ("mamba_num_heads", sizes.mamba_num_heads): sizes.n_groups,
+    }
+    shared = {key: groups for key, groups in heads.items() if key[1] and groups}
+
+    def uneven(ranks: int) -> list[str]:
+        return [
+            f"{name} {number} in {groups} groups"
+            for (name, number), groups in shared.items()
+            if not shares_heads(number, groups, 1, ranks)
+        ]
+
+    if model.backend != "hf" or not uneven(context):
         return []
+    fitting = (str(size) for size in range(1, sizes.num_attention_heads + 1) if not uneven(size))
     message = (
-        f"{context} processes cannot share out the num_attention_heads {heads} and "
-        f"num_key_value_heads {groups} of {config.folder}/config.json. Sizes that can: "
-        f"{sizes_that_share(heads, groups, 1)}"
+        f"{context} processes cannot share out the {' and '.join(uneven(context))} of "
+        f"{config.folder}/config.json. Sizes that can: {', '.join(fitting)}"
     )
     return [Problem(("parallelism", "context"), message)]
 

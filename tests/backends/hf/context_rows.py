@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from forecast import traffic as traffic_module
 from forecast.traffic import Traffic
 from safetensors.torch import save_file
 from support.engines import make_engine
@@ -120,9 +121,20 @@ def forgotten_boundary() -> AbstractContextManager[Any]:
     return patch.object(PackedBatch, "packed_seq_params", joined)
 
 
+def other_channels() -> AbstractContextManager[Any]:
+    """The weights of each rank's channels and heads are its neighbour's."""
+    usual = shared.HeadExchange.own
+
+    def rolled(self: Any, channels: Tensor) -> Tensor:
+        return usual(self, channels.roll(channels.shape[0] // self.group.size(), dims=0))
+
+    return patch.object(shared.HeadExchange, "own", rolled)
+
+
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "": nullcontext,
     "other heads": other_heads,
+    "other channels": other_channels,
     "other slots": other_slots,
     "twice": twice,
     "forgotten boundary": forgotten_boundary,
@@ -137,8 +149,8 @@ def main(folder: Path, size: int, sharding: str, models: Path, cases: list[str])
         encoder, rows = Encoder(model), rows_of(model, name)
         with FAULTS[fault]():
             engine = make_engine(model, encoder, ranks=ranks, sharding=sharding, context=size)
-            groups = SimpleNamespace(cp=engine.context.group)
-            with Traffic(SimpleNamespace(groups=groups)) as traffic:
+            groups = SimpleNamespace(groups=SimpleNamespace(cp=engine.context.group))
+            with patch.object(traffic_module, "SMALL", 0), Traffic(groups) as traffic:
                 loss, ours = gradients(engine, rows)
         if ranks.is_main:
             facts = {"loss": loss, **engine.description}

@@ -12,7 +12,7 @@ import pytest
 from backends.hf import context_rows
 from safetensors.torch import load_file
 from support.engines import make_engine
-from support.families import TINY, tiny_family_folder
+from support.families import FAMILIES, TEXT_FAMILIES, tiny_family_folder
 from support.forked import check_ranks
 from support.runs import GRADIENT_TOLERANCE, LOSS_TOLERANCE, errors_by_name
 from support.shards import ROOT
@@ -22,10 +22,12 @@ from vlmpack.forecast.communication import StepRows, traffic_figures
 from vlmpack.forecast.parameters import read_sizes
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
-STATEFUL = ("qwen3_5", "nemotron_h")
-"""What the names of families begin with whose layers carry state."""
-SHARED = ("qwen2_5_vl", *(name for name in TINY if not name.startswith(STATEFUL)))
-FAULTY = ("other heads", "other slots", "twice", "forgotten boundary")
+FAULTY = (
+    *(f"qwen2_5_vl+{fault}" for fault in ("other heads", "other slots", "twice")),
+    *(f"{name}+forgotten boundary" for name in ("qwen2_5_vl", "qwen3_5", "nemotron_h")),
+    *(f"{name}+other channels" for name in ("qwen3_5", "nemotron_h")),
+    "qwen3_5+other heads",
+)
 
 
 def shared(folder: Path, cases: Iterable[str], size: int, **options: Any) -> dict[str, Any]:
@@ -66,19 +68,18 @@ def check(found: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def in_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    cases = [*SHARED, *(f"qwen2_5_vl+{fault}" for fault in FAULTY)]
-    return shared(tmp_path_factory.mktemp("two"), cases, 2)
+    return shared(tmp_path_factory.mktemp("two"), [*FAMILIES, *FAULTY], 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_two_processes_share_rows(in_two: dict[str, Any], name: str) -> None:
     check(in_two[name])
     assert "2 share each row by exchange of heads" in in_two[name]["processes"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "llama"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "llama", "qwen3_5", "nemotron_h"])
 def test_what_is_sent_is_what_plan_says(in_two: dict[str, Any], name: str) -> None:
     """Heads exactly. Features are padded to those of the fullest rank going out."""
     found = in_two[name]
@@ -90,13 +91,13 @@ def test_what_is_sent_is_what_plan_says(in_two: dict[str, Any], name: str) -> No
     assert figures is not None
     heads = next(part for part in figures.parts if part.what == "slots for heads")
     assert found["sent"]["all-to-all"] == [heads.calls, heads.num_bytes]
-    assert ("all-gather" in found["sent"]) is (name != "llama")
+    assert ("all-gather" in found["sent"]) is (name not in TEXT_FAMILIES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTY)
-def test_a_fault_is_found(in_two: dict[str, Any], fault: str) -> None:
-    found = in_two[f"qwen2_5_vl+{fault}"]["errors"]
+@pytest.mark.parametrize("case", FAULTY)
+def test_a_fault_is_found(in_two: dict[str, Any], case: str) -> None:
+    found = in_two[case]["errors"]
     assert max(found.values()) > 100 * GRADIENT_TOLERANCE
 
 

@@ -9,6 +9,7 @@ row in its true order. So boundaries, windows and image blocks are those of the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,7 +32,7 @@ from vlmpack.packing import (
     padded_as_row,
     slice_for_context,
 )
-from vlmpack.recipe.shared_sizes import shares_heads
+from vlmpack.recipe.shared_sizes import shares_heads, sizes_that_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +47,43 @@ class HeadExchange:
     natural_order: Tensor
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(T, H / CP, D) each, from (T / CP, H, D). Of fewer key-value heads than ranks each has
+        """(T, H / CP, D) each, from (T / CP, H, D); raises as `whole_row`."""
+        query, key, value = self.whole_row((query,), (key, value))
+        return query, key, value
+
+    def whole_row(self, heads: Sequence[Tensor], groups: Sequence[Tensor] = ()) -> list[Tensor]:
+        """(T, H / CP, ...) each, from (T / CP, H, ...). Of fewer groups than ranks each rank has
         one, which several ranks then share.
+
+        Args:
+            heads: what each head has of its own.
+            groups: what several heads share: keys and values.
 
         Raises:
             CapabilityError: the ranks do not divide the heads.
         """
-        ranks, heads, groups = self.group.size(), query.shape[1], key.shape[1]
-        if not shares_heads(heads, groups, 1, ranks):
+        ranks, number = self.group.size(), heads[0].shape[1]
+        shared = groups[0].shape[1] if groups else number
+        if not shares_heads(number, shared, 1, ranks):
             raise CapabilityError(
-                f"parallelism.context: {ranks} does not divide the {heads} query heads and "
-                f"{groups} key-value heads of a layer"
+                f"parallelism.context: {ranks} does not divide the {number} heads of a layer "
+                f"in {shared} groups. Sizes that do: {sizes_that_share(number, shared, 1)}"
             )
-        if (copies := ranks // groups) > 1:
-            key, value = (part.repeat_interleave(copies, dim=1) for part in (key, value))
-        parts = [part.flatten(1) for part in (query, key, value)]
-        whole = slots_to_heads(parts, self.natural_order, group=self.group)
-        query, key, value = (part.unflatten(1, (-1, query.shape[2])) for part in whole)
-        return query, key, value
+        copies = max(1, ranks // shared)
+        parts = [*heads, *(part.repeat_interleave(copies, dim=1) for part in groups)]
+        flat = [part.flatten(1) for part in parts]
+        whole = slots_to_heads(flat, self.natural_order, group=self.group)
+        each = [(-1, part.shape[1] // ranks, *part.shape[2:]) for part in parts]
+        return [part.reshape(shape) for part, shape in zip(whole, each, strict=True)]
+
+    def own(self, channels: Tensor) -> Tensor:
+        """This rank's part of what each channel or head has one of, (C, ...)."""
+        return channels.chunk(self.group.size())[self.group.rank()]
 
     def to_slots(self, output: Tensor) -> Tensor:
-        """(T / CP, H, D), from (T, H / CP, D)."""
+        """(T / CP, H, ...), from (T, H / CP, ...)."""
         local = heads_to_slots(output.flatten(1), self.natural_order, group=self.group)
-        slots: Tensor = local.unflatten(1, (-1, output.shape[2]))
+        slots: Tensor = local.unflatten(1, (-1, *output.shape[2:]))
         return slots
 
 
@@ -93,8 +108,7 @@ class ContextGroup:
         Raises:
             CapabilityError: the model cannot be run so yet.
         """
-        why = "has layers that carry state" if vlm.recurrent else ""
-        why = "has a router with a loss of whole rows" if vlm.router_loss is not None else why
+        why = "has a router with a loss of whole rows" if vlm.router_loss is not None else ""
         why = "is run whole, by its class's own forward" if vlm.paths.whole is not None else why
         if why:
             raise CapabilityError(f"parallelism.context on the hf engine: the model {why}; use 1")

@@ -22,13 +22,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 from vlmpack.attention.eager import eager
+from vlmpack.backends.hf.context import HeadExchange
 from vlmpack.errors import CapabilityError
 from vlmpack.recurrence import (
     KINDS,
@@ -175,6 +176,63 @@ def _scan(
     return choice.scan.function(x, dt, a, b, c, row, skip=skip, step_size=step_size)
 
 
+def _shared_by(exchange: HeadExchange, choice: RecurrenceChoice) -> RecurrenceChoice:
+    """A choice that runs whole rows for this rank's channels and heads, where ranks share rows.
+
+    Each rank uses its part of the weights of channels and heads. So their gradients are those of
+    one process once the ranks' are added up.
+    """
+    own = exchange.own
+
+    def convolution(
+        x: Tensor, weight: Tensor, bias: Tensor | None, row: RowSegments, **options: Any
+    ) -> Tensor:
+        (whole,) = exchange.whole_row([x[0].T])
+        bias = None if bias is None else own(bias)
+        output = choice.convolution.function(whole.T[None], own(weight), bias, row, **options)
+        return exchange.to_slots(output[0].T).T[None]
+
+    def delta_rule(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        row: RowSegments,
+        **options: Any,
+    ) -> Tensor:
+        value, beta, query, key = exchange.whole_row([value[0], beta[0]], [query[0], key[0]])
+        (g,) = exchange.whole_row([g[0]])  # alone: in float32, also where the others are not
+        given = (part[None] for part in (query, key, value, g, beta))
+        return exchange.to_slots(choice.delta_rule.function(*given, row, **options)[0])[None]
+
+    def scan(
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        row: RowSegments,
+        *,
+        skip: Tensor | None,
+        step_size: StepSize,
+    ) -> Tensor:
+        x, dt, b, c = exchange.whole_row([x[0], dt[0]], [b[0], c[0]])
+        if step_size.bias is not None:
+            step_size = replace(step_size, bias=own(step_size.bias))
+        skip = None if skip is None else own(skip)
+        given = (x[None], dt[None], own(a), b[None], c[None])
+        output = choice.scan.function(*given, row, skip=skip, step_size=step_size)
+        return exchange.to_slots(output[0])[None]
+
+    return replace(
+        choice,
+        convolution=replace(choice.convolution, function=convolution),
+        delta_rule=replace(choice.delta_rule, function=delta_rule),
+        scan=replace(choice.scan, function=scan),
+    )
+
+
 def _switched_off(choice: RecurrenceChoice, row: RowSegments, *args: Any, **_: Any) -> None:
     """Stands for a fused path. Its layer gets None, and then calls the kernels above one by one."""
     del choice, row, args
@@ -282,6 +340,8 @@ class _Replacement:
             listener, choice = _LISTENER.get(), on_this_path(self.choice)
             if listener is not None:
                 choice = recorded_by(listener, choice)
+            if (exchange := kwargs.get("head_exchange")) is not None:
+                choice = _shared_by(exchange, choice)
             return KERNELS[self.name].ours(choice, row, *args, **kwargs)
         if _PACKED_ROW.get():
             raise CapabilityError(
