@@ -233,9 +233,11 @@ def draw_shapes(
 
 
 _NUMBER = r"-?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?"
-_FOUR = re.compile(r"\[\s*" + r"\s*,\s*".join([_NUMBER] * 4) + r"\s*\]")
+_PAIR = rf"\(\s*{_NUMBER}\s*,\s*{_NUMBER}\s*\)"
+_FOUR = re.compile(r"\[\s*" + r"\s*,\s*".join([_NUMBER] * 4) + rf"\s*\]|{_PAIR}\s*,\s*{_PAIR}")
+"""Four numbers that nothing calls a box."""
 _MARKED = re.compile(
-    r"(?:(?:b?box|point)_2d['\"]?\s*:|<\|box_start\|>|<box>|<point>|<\|det\|>)[\s\[(]*"
+    r"(?:(?:b?box|point)_2d['\"]?\s*:|<\|box_start\|>|<b?box>|<point>|<\|det\|>)[\s\[(]*"
     rf"{_NUMBER}(?:[\s,()\[\]]{{1,6}}{_NUMBER}){{1,3}}"
 )
 """Numbers that a text calls a box or a point."""
@@ -295,11 +297,7 @@ def stray_box(
     Args:
         sizes: asked where there is a box: the images' sizes after EXIF rotation, and as shown.
     """
-    found = [
-        (match[0], [float(each) for each in re.findall(_NUMBER, match[0].replace("_2d", ""))])
-        for text in _texts(sample, ("assistant",))
-        for match in (*_MARKED.finditer(text), *_FOUR.finditer(text))
-    ]
+    found = [each for text in _texts(sample, ("assistant",)) for each in _boxes_in(text)]
     if not found:
         return None
     originals, shown = sizes()
@@ -311,14 +309,45 @@ def stray_box(
     most = [rule.most(*sides) for sides in zip(whole, seen, strict=True)]
     for text, numbers in found:
         beyond = _is_beyond(numbers, most)
-        if not text.startswith("["):
+        if _FOUR.match(text) is None:
             is_stray = beyond or (in_pixels and is_resized)
         else:
-            is_box = numbers[0] < numbers[2] and numbers[1] < numbers[3]
-            is_stray = is_box and beyond and (in_pixels or not _is_beyond(numbers, whole))
+            is_stray = beyond and _has_area(numbers)
+            is_stray &= in_pixels or not _is_beyond(numbers, whole)
         if is_stray:
             return text
     return None
+
+
+def beyond_images(text: str, rule: CoordinateRule, shown: Sequence[Size]) -> tuple[int, str | None]:
+    """How many boxes and points a text has, and the first one beyond the rule's last number.
+
+    Four numbers that nothing calls a box count where the rule's are pixels.
+
+    Args:
+        shown: the images' sizes as the model sees them; none are needed for shares of a grid.
+    """
+    in_pixels = rule.space != "norm"
+    most = [rule.grid, rule.grid]
+    if in_pixels:
+        most = [max(sides) for sides in zip(*shown, strict=True)]
+    found = [
+        (text, numbers)
+        for text, numbers in _boxes_in(text)
+        if _FOUR.match(text) is None or (in_pixels and _has_area(numbers))
+    ]
+    return len(found), next((text for text, each in found if _is_beyond(each, most)), None)
+
+
+def _boxes_in(text: str) -> list[tuple[str, list[float]]]:
+    return [
+        (match[0], [float(each) for each in re.findall(_NUMBER, match[0].replace("_2d", ""))])
+        for match in (*_MARKED.finditer(text), *_FOUR.finditer(text))
+    ]
+
+
+def _has_area(numbers: Sequence[float]) -> bool:
+    return numbers[0] < numbers[2] and numbers[1] < numbers[3]
 
 
 def with_boxes_of_texts(sample: VLMSample, writer: ObjectWriter) -> VLMSample:
@@ -487,11 +516,11 @@ class WritesObjects(ABC):
         Args:
             sizes: as of `encode`, or of a sample without its image bytes.
         """
-        doubt = doubt_of_objects(sample)
-        if doubt is None and sample.objects is None and self.settings.boxes_in_text == "keep":
+        if sample.objects is None and self.settings.boxes_in_text == "keep":
             box = self._stray_box(sample, sizes)
-            return None if box is None else ("box", box)
-        return doubt
+            if box is not None:
+                return "box", box
+        return doubt_of_objects(sample)
 
     def _stray_box(
         self, sample: VLMSample, sizes: Sizes | None, originals: Sizes | None = None

@@ -30,6 +30,7 @@ Fault = Literal[
     "other labels",
     "pixels swapped",
     "other pixels",
+    "coordinates beyond the image",
     "tokens lost",
     "samples written",
     "mean of means",

@@ -38,6 +38,7 @@ from vlmpack.proof.judge.computed import (
     check_losses,
     check_mean,
 )
+from vlmpack.proof.judge.coordinates import check_coordinates
 from vlmpack.proof.judge.findings import (
     Finding,
     Judgement,
@@ -101,6 +102,7 @@ def judge(
     model.eval()
     singly, gradients = compute_alone(model, stock, samples, alone)
     total = sum(len(sample.losses) for sample in singly)
+    boxes = check_coordinates(model, singly)
     is_shifted = labels == "shifted"
     run = Run(model, collate, losses, shifted=is_shifted)
     copies = copied(list(samples))
@@ -110,7 +112,8 @@ def judge(
     where, lost = _places(made, singly, is_shifted)
     if lost is not None:
         return Judgement((lost,), len(samples), total)
-    findings = _check_batch(made, singly, where, is_shifted, opaque=losses is not None)
+    findings = [] if boxes is None else [boxes]
+    findings += _check_batch(made, singly, where, is_shifted, opaque=losses is not None)
     written = check_written(run, alone, list(samples), copies, singly)
     findings += written
     if any(one.fault for one in written):  # what follows makes further batches
@@ -197,6 +200,7 @@ def _with_causes(findings: Sequence[Finding]) -> list[Finding]:
         "other loss",
         "other gradients",
         "mean of means",
+        "coordinates beyond the image",  # of the samples, so losses are alike
     }
     if not causes:
         return list(findings)
