@@ -179,13 +179,32 @@ def test_an_image_without_boxes_is_a_bad_record(tmp_path: Path) -> None:
             {"annotations": [*COCO["annotations"][:2], {"image_id": 3, "category_id": 1}]},
             r"annotations\[2\]: KeyError\('bbox'\)",
         ),
-        ({"images": [*COCO["images"], {"id": 5}]}, r"of boxes: images: KeyError\('file_name'\)"),
+        (
+            {"images": [*COCO["images"], {"id": 5}]},
+            r"of boxes: images\[2\]: KeyError\('file_name'\)",
+        ),
+        (
+            {"images": [*COCO["images"], {"id": 9, "file_name": "a.png"}]},
+            r"images\[2\]: ValueError\('a second image of the id 9'\)",
+        ),
         ({"annotations": "x"}, "is no COCO file"),
     ],
 )
 def test_a_damaged_coco_file_is_named(tmp_path: Path, changes: Any, why: str) -> None:
     with pytest.raises(DataError, match=why):
         converted(coco_folder(tmp_path, COCO | changes), tmp_path / "out", tmp_path)
+
+
+def test_boxes_of_an_image_of_another_size_are_refused(tmp_path: Path) -> None:
+    """The file was resized, or turns by its EXIF, after the boxes were drawn."""
+    other = [{**COCO["images"][0], "width": 30, "height": 40}, COCO["images"][1]]
+    source = coco_folder(tmp_path, COCO | {"images": other})
+    why = r"image 9: its boxes are on an image of 30 x 40 pixels, and 'in/b.png' has 40 x 30"
+    with pytest.raises(DataError, match=why):
+        converted(source, tmp_path / "out", tmp_path)
+    unsaid = [{"id": each["id"], "file_name": each["file_name"]} for each in COCO["images"]]
+    source = coco_folder(tmp_path, COCO | {"images": unsaid})
+    assert converted(source, tmp_path / "out", tmp_path).samples == 2
 
 
 def test_boxes_of_images_that_are_not_listed_are_named(tmp_path: Path) -> None:

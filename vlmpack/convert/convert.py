@@ -342,6 +342,14 @@ def sample_fields(
         raise record.fault or schema_error("cannot be read")
     sample = sample_of(record.value, form, images, rewrite=videos)
     facts = [image_facts(image.data, image.name, images.caps) for image in sample.images]
+    if record.size is not None and record.size != facts[0].size:
+        width, height = facts[0].size
+        said = " x ".join(map(str, record.size))
+        raise schema_error(
+            f"its boxes are on an image of {said} pixels, and {sample.images[0].name!r} has "
+            f"{width} x {height} as it is seen (after EXIF rotation); expected the image that the "
+            "boxes were drawn on"
+        )
     for image in sample.images:  # one that is cut has a sound header
         decode_image(image.data, repr(image.name), max_pixels=images.caps.max_image_pixels)
     _check_size(sample.members, images.caps)

@@ -83,12 +83,14 @@ class Record:
 
     Args:
         place: file and line, item or row, for messages.
+        size: (width, height) of its image that its boxes are on, where the file says it.
     """
 
     place: str
     value: Mapping[str, Any] | None
     fault: DataError | None = None
     unused: tuple[str, ...] = ()
+    size: tuple[object, object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,21 +139,27 @@ class CocoImages:
                     label = names[each["category_id"]]
                     boxes[each["image_id"]].append({"bbox_2d": box, "label": label})
             place = "images"
-            images = [(each["id"], each["file_name"]) for each in content["images"]]
+            images, listed = [], set[object]()
+            for n, each in enumerate(content["images"]):
+                place = f"images[{n}]"
+                if each["id"] in listed:
+                    raise ValueError(f"a second image of the id {each['id']!r}")
+                listed.add(each["id"])
+                size = (each["width"], each["height"]) if "width" in each else None
+                images.append((each["id"], each["file_name"], size))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise schema_error(
                 "the file has 'images' and 'annotations', and is no COCO file of boxes: "
                 f"{place}: {error!r}",
                 shard=str(self.path),
             ) from None
-        for number, name in images:
+        for number, name, size in images:
             said = (("user", f"<image>{self.question}"), ("assistant", "{{objects}}"))
             turns = [{"role": role, "content": text} for role, text in said]
             # An image without boxes has no answer, and is refused.
             objects: Any = boxes[number] or {"bbox": []}
             value = {"messages": turns, "images": [name], "objects": objects}
-            yield Record(f"{self.path}, image {number}", value)
-        listed = dict(images)
+            yield Record(f"{self.path}, image {number}", value, size=size)
         for number in (each for each in boxes if each not in listed):
             count = counted(len(boxes[number]), "box", "boxes")
             fault = schema_error(f"has {count}, and 'images' does not list it")

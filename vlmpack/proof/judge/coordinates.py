@@ -19,17 +19,17 @@ from vlmpack.words import counted
 NAME = "coordinates"
 
 
-def check_coordinates(model: Any, samples: Sequence[Sample]) -> Finding | None:
+def check_coordinates(model: Any, samples: Sequence[Sample]) -> list[Finding]:
     """Numbers of boxes in what is taught, beyond the last number that the model's family has.
 
-    Boxes that were not moved with a smaller image and still fit it are not seen. None where no
+    Boxes that were not moved with a smaller image and still fit it are not seen. [] where no
     sample has a box, the model's family no rule, or the folder that it came from no tokenizer.
     """
     config = getattr(model, "config", None)
     rule = _rule_of(str(getattr(config, "model_type", "")))
     tokenizer = None if rule is None else _tokenizer_of(getattr(model, "name_or_path", ""))
     if rule is None or tokenizer is None:
-        return None
+        return []
     number_of_boxes = 0
     for number, sample in enumerate(samples):
         shown = _shown_sizes(config, sample)
@@ -43,11 +43,11 @@ def check_coordinates(model: Any, samples: Sequence[Sample]) -> Finding | None:
             seen = f"0 to {rule.grid}" if rule.space == "norm" else f"images shown as {images}"
             detail = f"sample {number}: {stray[:80]!r} is beyond the numbers of its model, {seen}"
             look_at = "whether boxes follow the image when it is resized"
-            return failed(NAME, "coordinates beyond the image", detail, look_at)
+            return [failed(NAME, "coordinates beyond the image", detail, look_at)]
     if not number_of_boxes:
-        return None
+        return []
     detail = f"{counted(number_of_boxes, 'box', 'boxes')} inside what the model sees"
-    return Finding(Check(name=NAME, status="pass", detail=detail))
+    return [Finding(Check(name=NAME, status="pass", detail=detail))]
 
 
 def _rule_of(model_type: str) -> CoordinateRule | None:

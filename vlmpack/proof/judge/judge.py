@@ -102,9 +102,7 @@ def judge(
     model.eval()
     singly, gradients = compute_alone(model, stock, samples, alone)
     total = sum(len(sample.losses) for sample in singly)
-    boxes = check_coordinates(model, singly)
-    is_shifted = labels == "shifted"
-    run = Run(model, collate, losses, shifted=is_shifted)
+    run = Run(model, collate, losses, shifted=(is_shifted := labels == "shifted"))
     copies = copied(list(samples))
     made = _batch(run, copies)
     if isinstance(made, Finding):
@@ -112,7 +110,7 @@ def judge(
     where, lost = _places(made, singly, is_shifted)
     if lost is not None:
         return Judgement((lost,), len(samples), total)
-    findings = [] if boxes is None else [boxes]
+    findings = check_coordinates(model, singly)
     findings += _check_batch(made, singly, where, is_shifted, opaque=losses is not None)
     written = check_written(run, alone, list(samples), copies, singly)
     findings += written
