@@ -6,12 +6,14 @@ import math
 
 import pytest
 import torch
-from support.exported_names import FOR_SERVERS, write_exported
+from support.exported_names import FOR_SERVERS, write_adapters, write_exported
 from support.families import FAMILIES, QUICK_FAMILIES, TEXT_FAMILIES, model_type_of
 from transformers import AutoModelForImageTextToText
 
-from tools.servers.facts import read_facts, shapes_of, unknown_names
+from tools.servers.facts import pattern, read_facts, shapes_of, unknown_names
+from vlmpack.backends.adapter_folder import adapted_layers
 from vlmpack.capabilities.servers import SERVERS
+from vlmpack.errors import CapabilityError
 
 GGUF = read_facts()["gguf"]["families"]
 FACTS = {server: read_facts()[server] for server in SERVERS}
@@ -45,7 +47,7 @@ def test_servers_have_a_place_for_every_name(name, tmp_path):
     for server, facts in FACTS.items():
         family = facts["families"][name]
         assert ("unregistered" in family) == (server == "sglang" and name in UNREGISTERED)
-        wrong = family.keys() - {"ends", "unregistered"}
+        wrong = family.keys() - {"ends", "unregistered", "adapters"}
         if (server, name) in UNFED:
             (unfed,) = family["unfed"]
             assert wrong == {"unfed"} and unfed.endswith("self_attn.k_norm.weight")
@@ -58,13 +60,75 @@ def test_servers_have_a_place_for_every_name(name, tmp_path):
         assert unknown_names(changed, family), "a name that is changed is not known"
 
 
+def taken(server, model_type, layers):
+    """Whether a server takes adapters of layers, by what an export says."""
+    try:
+        SERVERS[server].check_layers(model_type, layers)
+    except CapabilityError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK_FAMILIES else pytest.param(name, marks=pytest.mark.slow)
+        for name in FAMILIES
+    ],
+)
+def test_every_layer_of_an_adapter_ends_in_one_module_or_is_refused(name, tmp_path):
+    written = {form: adapted_layers(at) for form, at in write_adapters(name, tmp_path).items()}
+    assert len(written["layers"]) > 5, "guard"
+    for server, facts in FACTS.items():
+        known = facts["families"][name].get("adapters")
+        if known is None:
+            assert model_type_of(name) in SERVERS[server].refused
+            continue
+        assert known.keys() == written.keys()
+        kind = model_type_of(name)
+        for form, layers in written.items():
+            ends, refused = (known[form].get(key, {}) for key in ("ends", "refused"))
+            assert "" in refused or {*ends, *refused} == set(map(pattern, layers)), (server, form)
+            if form not in ("layers", SERVERS[server].expert_form(kind)):
+                continue
+            fit = {layer for layer in layers if pattern(layer) in ends and ALONE not in known[form]}
+            assert taken(server, kind, layers) == (fit == layers), (server, form)
+            assert not any(taken(server, kind, {layer}) for layer in layers - fit), (server, form)
+            if form == "layers" and SERVERS[server].layers.get(kind, (True,))[0]:
+                assert taken(server, kind, fit), (server, "the rest is taken")
+            changed = {pattern(f"{layer}s") for layer in layers}
+            assert not changed & {*ends, *refused}, "a name that is changed is not known"
+
+
+ALONE = "several"
+"""Where a layer's adapter ends in more than one module."""
+
+
+def test_layers_that_a_server_takes_together_are_refused_alone():
+    lessons = set()
+    for server, facts in FACTS.items():
+        for name, family in facts["families"].items():
+            known = family.get("adapters", {}).get("layers", {})
+            ends = {*known.get("ends", ())}
+            if not ends or not taken(server, model_type_of(name), ends):
+                continue
+            for end in {one.rpartition(".")[2] for one in ends}:
+                rest = {one for one in ends if not one.endswith(f".{end}")}
+                needed = end in known.get("needs", {})
+                assert taken(server, model_type_of(name), rest) != needed, (server, name, end)
+                lessons.add((server, end, needed))
+    assert {("sglang", "q_proj", True), ("vllm", "q_proj", False)} <= lessons
+
+
 @pytest.mark.parametrize("name", FOR_SERVERS)
 def test_an_export_for_a_server_has_its_names_and_the_same_weights(name, tmp_path):
     family, _, server = name.partition("@")
     folder = write_exported(name, tmp_path / "served")
     facts = FACTS[server]["families"]
     names = shapes_of(folder)
-    assert facts[name].keys() <= {"ends", "skipped"} and not unknown_names(names, facts[name])
+    assert facts[name].keys() <= {"ends", "skipped", "adapters"} and not unknown_names(
+        names, facts[name]
+    )
     assert "refused" in facts[family], "no lesson"
     assert unknown_names(shapes_of(write_exported(family, tmp_path / "plain")), facts[name])
     auto = AutoModelForImageTextToText

@@ -275,6 +275,37 @@ def test_adapters_of_a_language_model_alone_are_a_servers_unless_it_scales_other
 
 
 @pytest.mark.slow
+def test_adapters_for_a_server_have_the_form_that_it_takes_or_are_not_written(tmp_path):
+    settings = run_settings(
+        tmp_path,
+        model__path=str(tiny_family_folder("deepseek_v3", tmp_path / "model")),
+        data__train=str(ROOT / "assets/text/train-000000.tar"),
+        training__max_steps=1,
+        trainable={"language": "lora", "lora": {"rank": 2, "targets": ["o_proj", "experts"]}},
+    )
+    run = run_recipe(resolve(settings, {})).run_dir
+    forms = {
+        server: {
+            "base_layer" in name
+            for name in shapes_of(export_run(run, merge=False, out=tmp_path / server, **how).folder)
+            if ".experts." in name
+        }
+        for server, how in (("none", {}), ("vllm", {"server": "vllm"}))
+    }
+    assert forms == {"none": {True, False}, "vllm": {False}}
+    names = shapes_of(tmp_path / "vllm")
+    assert any(".experts.0.gate_proj.lora_A" in name for name in names)
+    alone = changed(
+        settings, run_dir=str(tmp_path / "alone"), trainable__lora__targets=["kv_b_proj"]
+    )
+    run = run_recipe(resolve(alone, {})).run_dir
+    with pytest.raises(CapabilityError, match=r"vLLM .* of 3 layers .*kv_b_proj\): attention"):
+        export_run(run, merge=False, out=tmp_path / "out", server="vllm")
+    assert not (tmp_path / "out").exists()
+    assert export_run(run, merge=False, out=tmp_path / "out", server="sglang").folder.is_dir()
+
+
+@pytest.mark.slow
 def test_an_export_for_a_server_has_the_names_that_it_looks_for(tmp_path):
     folder = tiny_family_folder("gemma3", tmp_path / "model")
     lora = {

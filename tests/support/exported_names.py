@@ -1,6 +1,8 @@
-"""Exports of a tiny model of each family, for those who compare names with servers.
+"""Exports and adapters of a tiny model of each family, for those who compare names with servers.
 
 PYTHONPATH=.:tests python -m support.exported_names FOLDER     all of them, by family
+
+Adapters lie in `adapters` of each export, by what they are on (`FORMS`).
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from support.engines import make_engine
+from support.engines import make_engine, policy
 from support.families import FAMILIES, model_type_of, tiny_family_folder
 
 from vlmpack.capabilities.servers import SERVERS
 from vlmpack.encode import Encoder
+from vlmpack.errors import CapabilityError
 from vlmpack.model_folder.extra_shards import rename_tensors
 
 
@@ -30,6 +33,37 @@ def write_exported(name: str, folder: Path) -> Path:
     return folder
 
 
+FORMS = {
+    "layers": ("all-linear",),
+    "parameters": ("experts",),
+    "matrices": ("experts",),
+}
+"""Adapters of a language model, by what they are on: their targets. Routed experts' have two forms.
+"""
+
+
+def write_adapters(name: str, folder: Path) -> dict[str, Path]:
+    """The adapters of a family of `FAMILIES`, each in a new folder; by `FORMS` that it has."""
+    found = {}
+    with TemporaryDirectory() as tmp:
+        base = tiny_family_folder(name, Path(tmp) / "base")
+        for form, targets in FORMS.items():
+            lora = {
+                "targets": targets,
+                "expert_form": form if "experts" in targets else "parameters",
+            }
+            chosen = policy("frozen", "frozen", "lora", **lora)
+            try:
+                engine = make_engine(base, Encoder(base), policy=chosen)
+            except CapabilityError:
+                if "experts" not in targets:
+                    raise
+                continue  # it has none
+            engine.export_adapter(folder / form, base=str(base))
+            found[form] = folder / form
+    return found
+
+
 FOR_SERVERS = [
     f"{name}@{server}"
     for server, one in SERVERS.items()
@@ -41,4 +75,6 @@ FOR_SERVERS = [
 
 if __name__ == "__main__":
     for each in (*FAMILIES, *FOR_SERVERS):
-        write_exported(each, Path(sys.argv[1]) / each)
+        exported = write_exported(each, Path(sys.argv[1]) / each)
+        if "@" not in each:
+            write_adapters(each, exported / "adapters")

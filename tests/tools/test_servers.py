@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from tools.servers.adapters import on_vllm
 from tools.servers.facts import outcome, unknown_names
 from tools.servers.layers import layer_hooks
 from tools.servers.loading import Recorder, load
@@ -196,3 +197,71 @@ def test_a_layer_has_the_parameters_of_torch():
     ):
         named = [name for name, _ in hooks["Module.named_parameters"](made)]
         assert named == [name for name, _ in real.named_parameters()], real
+
+
+ADAPTED = """
+import torch.nn as nn
+
+class Names:
+    language_model = ["text."]
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.qkv = QKVParallelLinear(4, 4)
+        self.gate_up = MergedColumnParallelLinear(4, output_sizes=[4, 4])
+        self.down = RowParallelLinear(4, 4)
+        self.kv_b_proj = ColumnParallelLinear(4, 4)
+        self.attention = MLAAttention()
+        self.experts = MoERunner(config)
+
+class MoERunner(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.count = config["experts"]
+
+    def get_expert_mapping(self):
+        return [("w", f"experts.{i}.{one}.", i, "w") for i in range(self.count) for one in "ab"]
+
+class Model(nn.Module, SupportsLoRA):
+    is_3d_moe_weight = False
+    packed_modules_mapping = {"qkv": ["q", "k", "v"]}
+
+    def __init__(self, config):
+        super().__init__()
+        self.is_3d_moe_weight = config["fused"]
+        self.text = nn.ModuleList([Block(config)])
+        self.tower = nn.ModuleList([Block(config)])
+
+    def get_mm_mapping(self):
+        return Names()
+"""
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_layers_of_an_adapter_end_in_the_modules_that_vllm_wraps(fused, tmp_path):
+    (tmp_path / "vllm/lora").mkdir(parents=True)
+    (tmp_path / "vllm/model.py").write_text(ADAPTED)
+    (tmp_path / "vllm/lora/utils.py").write_text(
+        "def parse_fine_tuned_lora_name(name, mapper):\n    return name[5:-14], True\n"
+    )
+    hooks = layer_hooks() | Recorder().hooks()
+    reader = reader_of(tmp_path, "vllm", hooks, ("vllm",))
+    model = reader.imported("vllm.model", "Model")({"experts": 2, "fused": fused})
+    experts = ["experts", "experts.base_layer"], ["experts.0.a", "experts.1.b"]
+    for place in ("text", "tower"):
+        ends = ["q", "v", "down", "qkvs", "gate_up", "kv_b_proj", *experts[0], *experts[1]]
+        names = {end: f"peft.{place}.0.{end}" for end in ends}
+        found = on_vllm(reader, model, [f"{name}.lora_A.weight" for name in names.values()])
+        fit = {end: found.ends[name] for end, name in names.items() if name in found.ends}
+        if place == "tower":
+            assert fit == {}, "it computes the language model's alone"
+            continue
+        with_experts = {end: ["text.0.experts"] for end in experts[not fused]}
+        layers = {"q": "qkv", "v": "qkv", "down": "down"}
+        assert fit == {end: [f"text.0.{to}"] for end, to in layers.items()} | with_experts
+        why = {end: found.refused[name] for end, name in names.items() if end not in fit}
+        assert why["qkvs"] == "qkvs is not among the layers that it expects", "a changed name"
+        assert why["gate_up"] == "no module computes text.0.gate_up", "packed, and nothing says so"
+        assert why["kv_b_proj"].startswith("attention reads its weight")
+        assert len(why) == 5

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tools.servers.adapters import Adapted
 from tools.servers.loading import Loaded
+from vlmpack.backends.adapter_folder import PREFIX
 from vlmpack.model_folder.safetensors_read import tensors_of
 
 FACTS = Path(__file__).with_name("facts.json")
@@ -52,6 +54,32 @@ def outcome(loaded: Loaded) -> dict[str, Any]:
         "refused": patterns(loaded.refused),
         "several": patterns(name for name, to in loaded.ends.items() if len(to) > 1),
         "unfed": patterns(loaded.unfed),
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+def bare(layer: str) -> str:
+    """The pattern of a layer's name in an adapter, without peft's prefix."""
+    return pattern(layer.removeprefix(PREFIX))
+
+
+def adapters_outcome(adapted: Adapted) -> dict[str, Any]:
+    """What became of an adapter's layers at a server, as patterns without peft's prefix.
+
+    `ends` has each layer with the server's module that computes it. `refused` are those that the
+    server does not take in some layer, each with a reason, and `several` those that end in more
+    than one module.
+    """
+    refused = {bare(name): pattern(why) for name, why in sorted(adapted.refused.items())}
+    ends: dict[str, set[str]] = {}
+    for name, to in adapted.ends.items():
+        if bare(name) not in refused:
+            ends.setdefault(bare(name), set()).update(map(pattern, to))
+    found: dict[str, Any] = {
+        "ends": {name: " or ".join(sorted(to)) for name, to in sorted(ends.items())},
+        "refused": refused,
+        "several": sorted({bare(name) for name, to in adapted.ends.items() if len(to) > 1}),
+        "asks_for_all": adapted.asks_for_all,
     }
     return {key: value for key, value in found.items() if value}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tools.servers.tensors import joined, stacked
+from tools.servers.tensors import blank, joined, stacked
 from tools.servers.values import Instance, Layer, Parameter, Unknown
 
 
@@ -96,6 +96,11 @@ def walk(module: Instance, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield f"{prefix}{name}", value
         if isinstance(value, Instance) and value.is_module:
             yield from walk(value, f"{prefix}{name}.")
+
+
+def modules_of(module: Instance) -> list[tuple[str, Instance]]:
+    """Every module below a module, by its full name, aliases too."""
+    return [(n, m) for n, m in walk(module) if isinstance(m, Instance) and m.is_module]
 
 
 def parameters_of(
@@ -234,4 +239,5 @@ def layer_hooks() -> dict[str, Any]:
         },
         "cat": joined,
         "stack": stacked,
+        "zeros_like": blank,
     }

@@ -1,11 +1,11 @@
-"""The table of docs/servers.md, from the facts.
+"""The tables of docs/servers.md, from the facts.
 
 python -m tools.servers.page
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from vlmpack.capabilities.servers import SERVERS
 from vlmpack.whole_file import write_atomically
 
 PAGE = Path(__file__).parents[2] / "docs/servers.md"
-START, END = "<!-- table -->\n", "<!-- end of table -->\n"
+TABLES = ("table", "adapters")
+"""What stands in the comments before the tables of the page."""
 
 
 def table(facts: Mapping[str, Any]) -> str:
@@ -24,14 +25,46 @@ def table(facts: Mapping[str, Any]) -> str:
         f"| family | {' | '.join(one.title for one in SERVERS.values())} | GGUF |",
         f"|---|{'---|' * len(SERVERS)}---|",
     ]
-    plain = (name for name in facts["vllm"]["families"] if "@" not in name)
-    for name in sorted(plain, key=lambda name: (_place(name), name)):
-        family, _, shape = name.partition("-")
-        title = f"{SERVED[family].title} (`{family}`{f', {shape}' if shape else ''})"
+    for name, title in _families(facts):
         cells = (_cell(facts[server]["families"], name, server) for server in SERVERS)
         gguf = _converted(facts["gguf"]["families"][name])
         lines.append(f"| {title} | {' | '.join(cells)} | {gguf} |")
     return "\n".join(lines) + "\n"
+
+
+def _families(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    plain = (name for name in facts["vllm"]["families"] if "@" not in name)
+    for name in sorted(plain, key=lambda name: (_place(name), name)):
+        family, _, shape = name.partition("-")
+        yield name, f"{SERVED[family].title} (`{family}`{f', {shape}' if shape else ''})"
+
+
+def adapters(facts: Mapping[str, Any]) -> str:
+    """A line for each family, and what servers compute of its adapters."""
+    lines = [f"| family | {' | '.join(one.title for one in SERVERS.values())} |", "|---|---|---|"]
+    for name, title in _families(facts):
+        cells = (_adapter(facts[server]["families"][name], name, server) for server in SERVERS)
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _adapter(found: Mapping[str, Any], name: str, key: str) -> str:
+    server, model_type = SERVERS[key], name.partition("-")[0]
+    if "adapters" not in found:
+        return "no: the model itself"
+    layers = found["adapters"]["layers"]
+    pattern, why = server.layers.get(model_type, (None, ""))
+    if pattern == "":
+        return f"no: {why}"
+    refused = sorted({one.rpartition(".")[2] for one in layers.get("refused", ())})
+    said = f"all but {', '.join(f'`{one}`' for one in refused)}" if refused else "all"
+    if layers.get("asks_for_all"):
+        said += ", with `--lora-target-modules all`"
+    form = server.expert_form(model_type)
+    if form in found["adapters"]:
+        takes = not found["adapters"][form].get("refused")
+        said += f"; experts as `{form}`" if takes else "; experts: no"
+    return said
 
 
 def _converted(found: Mapping[str, Any]) -> str:
@@ -72,11 +105,14 @@ def _taken(found: Mapping[str, Any], how: str) -> str:
     return "; ".join((f"{how}, {len(found['ends'])} names", *further))
 
 
-def with_table(page: str) -> str:
-    """A page with the table of the committed facts."""
-    before, _, rest = page.partition(START)
-    return f"{before}{START}{table(read_facts())}{END}{rest.partition(END)[2]}"
+def with_tables(page: str) -> str:
+    """A page with the tables of the committed facts."""
+    for word, made in zip(TABLES, (table, adapters), strict=True):
+        start, end = f"<!-- {word} -->\n", f"<!-- end of {word} -->\n"
+        before, _, rest = page.partition(start)
+        page = f"{before}{start}{made(read_facts())}{end}{rest.partition(end)[2]}"
+    return page
 
 
 if __name__ == "__main__":
-    write_atomically(PAGE, with_table(PAGE.read_text(encoding="utf-8")))
+    write_atomically(PAGE, with_tables(PAGE.read_text(encoding="utf-8")))

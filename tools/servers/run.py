@@ -2,11 +2,12 @@
 
     python -m tools.servers.run EXPORTS WHEEL... [--check]
 
-EXPORTS has a folder for each family, and for some with another server's names
-(`tests/support/exported_names.py`). The wheels are read
+EXPORTS has a folder for each family, and for some with another server's names. Adapters lie in
+`adapters` of a folder (`tests/support/exported_names.py`). The wheels are read
 (`interpreter.py`), never installed. The facts are in `facts.json`: for each server its version and
-file, and for each family what `outcome` says. With `--check` nothing is written, and other facts
-than the committed ones are an error.
+file, for each family what `outcome` and `adapter_facts` say, and digests of the functions of
+`adapters.BY_HAND`. With `--check` nothing is written, and other facts than the committed ones are
+an error.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import json
 import sys
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tools.servers.facts import FACTS, outcome, read_facts, shapes_of
+from tools.servers.adapters import Adapted, digests
+from tools.servers.facts import FACTS, adapters_outcome, outcome, read_facts, shapes_of
 from tools.servers.loading import NotRegistered, load
 from tools.servers.sglang import Sglang
 from tools.servers.values import Raised, Unread
@@ -67,12 +70,35 @@ def facts_of(kind: type[Any], root: Path, exports: Path) -> dict[str, Any]:
             found[folder.name] = {"fails": str(error)}
             continue
         found[folder.name] = outcome(loaded)
+        if adapters := sorted(folder.glob("adapters/*")):
+            model = server.build(config_of(folder))
+            found[folder.name]["adapters"] = {
+                one.name: adapter_facts(partial(server.adapted, model), one) for one in adapters
+            }
     reader = server.reader
     return {
+        "by_hand": digests(reader),
         "families": found,
         "undecided": sorted(reader.undecided),
         "not_followed": sorted(reader.unread),
     }
+
+
+def adapter_facts(adapted: Callable[..., Adapted], folder: Path) -> dict[str, Any]:
+    """What a server does with an adapter. `needs` has each end of names of which it refuses others
+    where an adapter has not that one."""
+    shapes = shapes_of(folder)
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    whole = adapters_outcome(adapted(shapes, config))
+    needs = {}
+    for end in sorted({name.rpartition(".")[2] for name in whole.get("ends", ())}):
+        fewer = {name: shape for name, shape in shapes.items() if f".{end}.lora_" not in name}
+        kept = [n for n in config["target_modules"] if n.rpartition(".")[2] != end]
+        rest = adapters_outcome(adapted(fewer, {**config, "target_modules": kept}))
+        lost = whole["ends"].keys() & rest.get("refused", {}).keys()
+        if lost:
+            needs[end] = sorted({name.rpartition(".")[2] for name in lost})
+    return whole | ({"needs": needs} if needs else {})
 
 
 def read_wheel(wheel: Path, exports: Path) -> tuple[str, dict[str, Any]]:

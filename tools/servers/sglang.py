@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
+from collections.abc import Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
+from tools.servers.adapters import Adapted, on_sglang
 from tools.servers.interpreter import Interpreter
 from tools.servers.layers import layer_hooks, modules
 from tools.servers.loading import NotRegistered, Recorder
@@ -172,3 +174,9 @@ class Sglang:
                 made.attributes["shared_experts_config"] = _NOT_FUSED
                 return made
         raise NotRegistered(f"SGLang has no class for {', '.join(hf_config.architectures)}")
+
+    def adapted(
+        self, model: Instance, shapes: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> Adapted:
+        """What becomes of an adapter of those tensors, with that adapter_config.json."""
+        return on_sglang(self.reader, model, shapes, config)

@@ -55,6 +55,11 @@ def stacked(weights: Sequence[Any], dim: int = 0, **_: Any) -> Any:
     return _together(torch.stack, weights, dim)
 
 
+def blank(weight: Any, **_: Any) -> Any:
+    """`torch.zeros_like`; of no tensor of a folder's."""
+    return Weight(weight.value, frozenset()) if isinstance(weight, Weight) else Unknown("zeros")
+
+
 def _together(how: Callable[..., torch.Tensor], weights: Sequence[Any], dim: int) -> Any:
     if isinstance(weights, Unknown) or not all(isinstance(one, Weight) for one in weights):
         return Unknown("tensors")

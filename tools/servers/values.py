@@ -69,6 +69,8 @@ class Layer(External):
     def fill(self, made: Instance, *args: Any, **named: Any) -> None:
         """Give an object the parameters; those that it has not are None, as in torch."""
         made.attributes |= {name: Parameter() for name in self.parameters(*args, **named)}
+        if "output_sizes" in named:
+            made.attributes["output_sizes"] = named["output_sizes"]
         made.attributes.setdefault("bias", None)
 
 

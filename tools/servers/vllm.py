@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tools.servers.adapters import Adapted, on_vllm
 from tools.servers.interpreter import Interpreter
 from tools.servers.layers import layer_hooks
 from tools.servers.loading import NotRegistered, Recorder
@@ -19,6 +21,7 @@ MODELS = "vllm.model_executor.models"
 FOLLOWED = (
     MODELS,
     "vllm.models",
+    "vllm.lora",
     "vllm.model_executor.layers.mamba",
     "vllm.model_executor.layers.fused_moe.layer",
     "vllm.model_executor.layers.fused_moe.routed_experts",
@@ -86,6 +89,7 @@ class Vllm:
                     (k, iter(list(g))) for k, g in itertools.groupby(x, key)
                 ],
                 "cast": lambda kind, value: value,
+                "replace": lambda one, **fields: Instance(one.cls, **(one.attributes | fields)),
                 "is_fusion_moe_shared_experts_enabled": lambda: False,
                 "resolve_layer_fused_shared_expert": lambda *_, **__: False,
                 "is_model_fused_shared_expert_compatible": lambda *_, **__: False,
@@ -105,6 +109,12 @@ class Vllm:
     def build(self, hf_config: Any) -> Instance:
         """The model of a configuration."""
         return self._registered(self._settings(hf_config))
+
+    def adapted(
+        self, model: Instance, shapes: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> Adapted:
+        """What becomes of an adapter of those tensors, with that adapter_config.json."""
+        return on_vllm(self.reader, model, shapes)
 
     def _settings(self, hf_config: Any) -> Settings:
         settings = Settings(

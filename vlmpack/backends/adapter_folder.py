@@ -59,6 +59,15 @@ def weights_file(folder: Path) -> Path:
     raise ModelError(f"{folder} has no {WEIGHTS}{hint}; expected adapters in peft's format")
 
 
+def adapted_layers(folder: Path) -> set[str]:
+    """The layers that a folder has adapters of, by their names in the model."""
+    return {
+        _layer(tensor.name).removeprefix(PREFIX)
+        for tensor in tensors_of(folder / WEIGHTS)
+        if is_adapter(tensor.name)
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
     """The tensors of an adapter folder.

@@ -258,6 +258,7 @@ def _of_step(run_dir: RunDir, step: int) -> Path:
 
 def _write(chosen: Chosen, folder: Path) -> torch.dtype | None:
     """Write the whole model in the dtype that is returned, or with None the adapters."""
+    from vlmpack.backends.adapter_folder import adapted_layers
     from vlmpack.backends.export import save_model_folder
     from vlmpack.backends.hf.adapters import (
         apply_policy,
@@ -286,8 +287,12 @@ def _write(chosen: Chosen, folder: Path) -> torch.dtype | None:
         in_full = modules_in_full(model, paths, policy)
         state = whole_state(model, keep=True)
         base = chosen.base or recipe.model.path
-        lora = policy.trainable.lora
+        lora, kind = policy.trainable.lora, model.config.model_type
+        if server := SERVERS.get(chosen.server or ""):
+            lora = lora.model_copy(update={"expert_form": server.expert_form(kind)})
         save_adapter(model, state, folder, in_full=in_full, base=base, lora=lora)
+        if server:
+            server.check_layers(kind, adapted_layers(folder))
         return None
     dtype = export_dtype(chosen.dtype, source)
     if policy.lora is not None and policy.lora.quantize != "none":
