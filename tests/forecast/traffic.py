@@ -55,6 +55,8 @@ GROUPS = {
     "dp_cp": "DP x CP",
     "tp": "TP",
     "cp": "CP",
+    "cp_heads": "CP heads",
+    "cp_ring": "CP ring",
     "pp": "PP",
     "ep": "EP",
     "tp_cp": "TP x CP",
@@ -75,7 +77,7 @@ KINDS = {
 
 SMALL = 560
 """Bytes up to which a message is no traffic: sums of losses, of rows with up to 140 labels, norms,
-votes."""
+votes. All sends are counted."""
 
 
 class Traffic(TorchDispatchMode):
@@ -98,7 +100,7 @@ class Traffic(TorchDispatchMode):
             size = sum(t.nbytes for t in tree_leaves(args[place]) if isinstance(t, Tensor))
             boxed = next(a for a in args if isinstance(a, torch.ScriptObject))
             group = dist.ProcessGroup.unbox(boxed)
-            if size > SMALL and group.size() > 1:
+            if (size > SMALL or kind == "send") and group.size() > 1:
                 key = (self.names.get(group.group_name, "?"), kind)
                 self.calls[key] += 1
                 self.bytes[key] += size

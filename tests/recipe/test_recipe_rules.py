@@ -29,6 +29,7 @@ from vlmpack.recipe.schema import (
     ParallelismSection,
     TrainingSection,
 )
+from vlmpack.recipe.shared_sizes import HeadDegrees
 
 MCORE = {"model.backend": "mcore"}
 CP2 = MCORE | {"parallelism.context": 2}
@@ -515,6 +516,7 @@ def test_rule_refuses_and_its_twin_passes(problems_of, broken, message, kept):
 
 # Rules that look at what is installed.
 DIRECT = {
+    "context_heads_need_hf",
     "four_bits_have_their_package",
     "optimizers_have_their_package",
     "mcore_is_installed",
@@ -617,12 +619,60 @@ def test_alignment_is_a_multiple_of_twice_the_context_size():
 def test_hf_shares_rows_by_heads(tiny_folder):
     model = ModelSection(path=str(tiny_folder))
     config, check = read_model_config(model), rule("hf_shares_rows_by_heads")
-    (problem,) = check(config, model, ParallelismSection(context=3))
-    assert "3 processes cannot share out the num_attention_heads 4 in 2 groups" in problem.message
-    assert problem.message.endswith("Sizes that can: 1, 2, 4")
-    assert check(config, model, ParallelismSection(context=4)) == []
+    for context in (1, 2, 3, 4):  # of 3 each has all heads
+        assert check(config, model, ParallelismSection(context=context)) == []
+    odd = ParallelismSection(context=6, context_heads=3)
+    (problem,) = check(config, model, odd)
+    assert problem.path == ("parallelism", "context_heads")
+    assert problem.message.startswith(f"{tiny_folder}/config.json: 3 of the 6 processes of a row")
+    assert "share out the num_attention_heads 4 in 2 groups. Sizes that can: 1, 2" in (
+        problem.message
+    )
     on_mcore = ModelSection(path=str(tiny_folder), backend="mcore")
-    assert check(config, on_mcore, ParallelismSection(context=3)) == []
+    assert check(config, on_mcore, odd) == []
+    (problem,) = rule("context_heads_need_hf")(on_mcore, odd)
+    assert problem.message == "3 needs model.backend: hf; leave it out"
+
+
+def test_models_whose_rows_a_ring_cannot_cut_exchange_all_heads():
+    latent = HeadDegrees(((4, 4),), "has latent attention")
+    assert latent.chosen(ParallelismSection(context=4)) == 4
+    with pytest.raises(
+        ValueError, match=r"each by all, since the model has latent attention.*: 1, 2, 4$"
+    ):
+        latent.chosen(ParallelismSection(context=3))
+    with pytest.raises(
+        ValueError, match=r"since the model has latent attention\. Sizes that can: 4$"
+    ):
+        latent.chosen(ParallelismSection(context=4, context_heads=2))
+
+
+@pytest.mark.parametrize(
+    ("heads", "context", "degree"),
+    [
+        ([(32, 8)], 4, 4),
+        ([(32, 8)], 8, 8),
+        ([(32, 8)], 16, 8),
+        ([(32, 4)], 8, 4),
+        ([(16, 1)], 4, 1),
+        ([(16, 8), (16, 1)], 4, 1),
+        ([(16, 8), (16, 2)], 4, 2),
+        ([(28, 4)], 8, 4),
+        ([(24, 8)], 16, 8),
+        ([(32, 16)], 32, 32),
+    ],
+)
+def test_ranks_exchange_heads_up_to_the_fewest_keys(heads, context, degree):
+    """But for the last: 32 copies of 16 heads send less than two ranks of a ring do."""
+    assert HeadDegrees(tuple(heads)).chosen(ParallelismSection(context=context)) == degree
+
+
+def test_what_a_ring_sends_by_hand():
+    """Of 8 query heads and 2 of keys, by 4 ranks: alone, in pairs, and with 4 heads of keys."""
+    degrees = HeadDegrees(((8, 2),))
+    assert degrees.sent(4, 1) == 3 * (2 * 2) * 3 * 3 / 4
+    assert degrees.sent(4, 2) == 2 * 2 * (8 + 2) / 2 + 3 * (2 * 2) * 3 / 4
+    assert degrees.sent(4, 4) == 2 * 2 * (8 + 4) * 3 / 4
 
 
 @pytest.mark.parametrize(
@@ -630,12 +680,12 @@ def test_hf_shares_rows_by_heads(tiny_folder):
     [
         (
             {"linear_num_value_heads": 8, "linear_num_key_heads": 4},
-            "3 processes cannot share out the linear_num_value_heads 8 in 4 groups of",
-            "1, 2, 4",
+            "3 processes cannot share out the linear_num_value_heads 8 in 4 groups",
+            "1, 2, 4, 8",
         ),
         (
             {"mamba_num_heads": 6, "n_groups": 2},
-            "3 processes cannot share out the mamba_num_heads 6 in 2 groups of",
+            "3 processes cannot share out the mamba_num_heads 6 in 2 groups",
             "1, 2, 6",
         ),
     ],
@@ -645,8 +695,7 @@ def test_hf_shares_heads_of_layers_that_carry_state(state, said, fitting):
     config, model = ModelConfig("folder", values, values), ModelSection(path="folder")
     check = rule("hf_shares_rows_by_heads")
     (problem,) = check(config, model, ParallelismSection(context=3))
-    assert problem.message.startswith(said)
-    assert problem.message.endswith(f"Sizes that can: {fitting}")
+    assert problem.message == f"folder/config.json: {said}. Sizes that can: {fitting}"
     assert check(config, model, ParallelismSection(context=2)) == []
 
 

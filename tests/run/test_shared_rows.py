@@ -17,6 +17,7 @@ RELATIVE = 1e-5
 
 LAUNCHES: tuple[tuple[dict[str, Any], int], ...] = (
     ({"parallelism__context": 4}, 4),
+    ({"parallelism__context": 4, "parallelism__context_heads": 1}, 4),
     (
         {
             "parallelism__context": 2,
@@ -28,7 +29,7 @@ LAUNCHES: tuple[tuple[dict[str, Any], int], ...] = (
     ({}, 1),
     ({"parallelism__context": 2, "model__backend": "mcore"}, 2),
 )
-"""What each launch of two steps changes, and its processes."""
+"""What each launch changes, and its processes. The first has rings of two, the next one of four."""
 
 
 def trained(recipe: Path, settings: dict[str, Any], processes: int) -> None:

@@ -16,8 +16,11 @@ that is computed again is called recomputed. With SP, the bytes of PP and EP are
                   once. 4 bytes of each norm's weight are summed
     CP            T e of keys and values. An all-gather forward, once more if recomputed, and a
                   reduce-scatter back in each layer
-    CP, hf        T' e of queries, keys, values and outputs in an all-to-all there and one back. The
-                  same of layers that carry state, and of the inputs and outputs of convolutions
+    CP, hf        T' e of queries, keys, values and outputs in an all-to-all there and one back,
+                  over U ranks. The same over CP of layers that carry state, and of the inputs and
+                  outputs of convolutions
+    CP ring, hf   T' e of keys and values to R - 1 = CP / U - 1 others, three quarters of them on
+                  average, in each pass, and once more their gradients
     CP, state     delta rules on mcore exchange slots for heads in an all-to-all. It has T' e of
                   queries, keys, values and two numbers a head, and T' e of values on the way back.
                   Each layer runs it forward, again if recomputed, and backward
@@ -40,6 +43,7 @@ from vlmpack.forecast.parameters import LayerSizes, ModelSizes, RecurrentSizes
 from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
 from vlmpack.recipe.derived import data_parallel_size
 from vlmpack.recipe.schema import ModelSection, ParallelismSection, is_recomputed
+from vlmpack.recipe.shared_sizes import shared_by
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 
@@ -212,7 +216,11 @@ class _Step:
     def notes(self) -> Iterator[str]:
         yield "left out: losses, norms of gradients, votes on bad samples, and the data path"
         if self.split.context > 1 and self.model.backend == "hf":
+            degree = self.split.context_heads or self.split.context
+            yield f"ranks share rows by {shared_by(self.split.context, degree)}"
             yield "left out: copies of keys and values for more ranks than there are of their heads"
+            if degree < self.split.context:
+                yield "a ring sends less where a row has several samples, or windows"
         kinds = {layer.recurrent.kind for layer in self.sizes.decoder if layer.recurrent}
         if self.split.context > 1 and "convolution" in kinds and self.model.backend == "mcore":
             yield "left out: what convolutions alone exchange under context parallelism"
@@ -249,21 +257,33 @@ class _Step:
         yield self._part(GRADIENTS, "all-reduce", syncs * blocks, scattered // ranks, copies)
 
     def _shared_rows(self) -> Iterator[Traffic]:
-        """Slots for heads and back, in each pass of a layer; and features of images."""
+        """Slots for heads and back, in each pass of a layer; and features of images.
+
+        On a ring keys and values go to the other ranks in each pass, and gradients come back. Half
+        of the readers see half of them.
+        """
         context, n = self.split.context, self.rows.micro_batches
-        group = _Group("CP", context, context)
-        columns, calls = 0.0, 0
+        degree = self.split.context_heads or context
+        slots = self.rows.slots / context * self.number
+        exchanged, calls, keys = {degree: 0.0, context: 0.0}, {degree: 0, context: 0}, []
         for layer, again in self.layers:
             if layer.query:  # queries, keys and values; outputs
-                columns += (2 + again) * 2 * (layer.query + layer.key)
-                calls += (2 + again) * 2 * n
+                exchanged[degree] += (2 + again) * 2 * (layer.query + layer.key)
+                calls[degree] += (2 + again) * 2 * n
+                keys += [2 * layer.key] * (3 + again)
             if (state := layer.recurrent) is not None:
-                columns += (2 + again) * self._exchanged_by_hf(state)
-                calls += (
+                exchanged[context] += (2 + again) * self._exchanged_by_hf(state)
+                calls[context] += (
                     (2 + again) * n * {"convolution": 2, "scan": 4, "delta_rule": 5}[state.kind]
                 )
-        size = self.rows.slots / context * self.number * columns
-        yield self._part("slots for heads", "all-to-all", calls, size, group)
+        for ranks, columns in exchanged.items():
+            group = _Group("CP" if ranks == context else "CP heads", ranks, ranks)
+            yield self._part("slots for heads", "all-to-all", calls[ranks], slots * columns, group)
+        others = context // degree - 1
+        group = _Group("CP ring", others + 1, context)
+        sent = slots * sum(keys) * others * 3 / 4
+        yield self._part("keys and values", "send", n * others * len(keys), sent, group)
+        group = _Group("CP", context, context)
         features = self.rows.features * self.sizes.hidden * self.number
         yield self._part("features", "all-gather", n, features, group)
         yield self._part("features", "all-reduce", n, features, group)

@@ -56,8 +56,9 @@ from vlmpack.packing import balance
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.prefix_rows import PlannedSample, shared_rows
 from vlmpack.recipe.derived import data_parallel_size
+from vlmpack.recipe.engine_rules import read_model_config
 from vlmpack.recipe.objective import ObjectiveSection
-from vlmpack.recipe.schema import ModelSection, PackingSection
+from vlmpack.recipe.schema import ModelSection, PackingSection, ParallelismSection
 from vlmpack.words import sized
 
 MAX_STEPS = 64
@@ -215,13 +216,21 @@ def _traffic(
     rows = StepRows(micro_batches=micro_batches, slots=slots, features=features)
     return traffic_figures(
         model,
-        engine.parallelism,
+        _with_degree(model, engine.parallelism),
         inputs.sizes,
         rows,
         world_size=inputs.world_size,
         trained=inputs.trained,
         links=inputs.links,
     )
+
+
+def _with_degree(model: ModelSection, split: ParallelismSection) -> ParallelismSection:
+    """With the number of ranks that exchange heads, where the recipe leaves it out."""
+    config = read_model_config(model) if model.backend == "hf" and split.context > 1 else None
+    if config is None:
+        return split
+    return split.model_copy(update={"context_heads": config.head_degrees.chosen(split)})
 
 
 def _reference(inputs: PlanInputs, steps: int) -> ReferenceFigures | None:

@@ -265,6 +265,9 @@ class ContextSlice:
         row_index: (T / CP,) int64, the row's tokens of this rank, in its own order.
         natural_order: (T,) int64, where each token of the row lies in the concatenation of all
             ranks' slices.
+        heads_order: (T U / CP,) int64, the same of the U ranks that exchange heads with this one;
+            None where all do.
+        by_row: whether the row was cut into chunks, and not each segment.
         label_positions: (l,) int64, indices into the slice that carry a label.
         targets: (l,) int64, their labels.
         label_sequences: (l,) int64, the sequence of each in the whole row; None where no sample is
@@ -279,6 +282,8 @@ class ContextSlice:
     natural_order: Tensor
     label_positions: Tensor
     targets: Tensor
+    heads_order: Tensor | None = None
+    by_row: bool = False
     label_sequences: Tensor | None = None
     all_sum: Callable[[Tensor], Tensor] | None = None
 

@@ -56,11 +56,15 @@ def slice_for_context(
     rank: int,
     size: int,
     all_sum: Callable[[Tensor], Tensor] | None = None,
+    heads: int | None = None,
+    by_row: bool = False,
 ) -> PackedBatch:
     """The batch with this rank's `ContextSlice`; on CPU, before it is moved.
 
     Args:
         batch: the whole row; its own fields stay whole.
+        heads: neighbouring ranks that exchange heads, which divide `size`; None for all.
+        by_row: cut the row in 2 * size chunks instead of each segment.
 
     Raises:
         PackingError: as `zigzag_index`.
@@ -70,7 +74,9 @@ def slice_for_context(
             "the row has shared prefixes, which context parallelism does not cut; set "
             "packing.share_prefix: false"
         )
-    rows = [zigzag_index(batch.segment_lengths, rank=r, size=size) for r in range(size)]
+    lengths = (batch.num_slots,) if by_row else batch.segment_lengths
+    rows = [zigzag_index(lengths, rank=r, size=size) for r in range(size)]
+    first = rank - rank % heads if heads else 0
     row_index = rows[rank]
     labels = batch.labels.flatten()[row_index]
     label_positions = batch.loss_mask.flatten()[row_index].nonzero().squeeze(1)
@@ -86,6 +92,8 @@ def slice_for_context(
             size=size,
             row_index=row_index,
             natural_order=torch.cat(rows).argsort(),
+            heads_order=torch.cat(rows[first : first + heads]).argsort() if heads else None,
+            by_row=by_row,
             label_positions=label_positions,
             targets=labels[label_positions],
             label_sequences=sequences,

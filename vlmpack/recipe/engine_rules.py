@@ -18,10 +18,11 @@ from typing import TypeGuard
 
 from vlmpack.capabilities.config import language_config
 from vlmpack.capabilities.limits import ENGINE_LIMITS, NO_EXPERTS, Feature
+from vlmpack.capabilities.refused import IN_IMAGES
 from vlmpack.capabilities.versions import lacks_triton, version_limit
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import ModelSection, ParallelismSection, TrainingSection
-from vlmpack.recipe.shared_sizes import SharedSizes, shares_heads
+from vlmpack.recipe.shared_sizes import HeadDegrees, SharedSizes
 from vlmpack.whole_file import read_json
 
 _SPLITS: Mapping[str, Feature] = {
@@ -163,32 +164,23 @@ def hf_keeps_layers_whole(model: ModelSection, parallelism: ParallelismSection) 
 def hf_shares_rows_by_heads(
     config: ModelConfig, model: ModelSection, parallelism: ParallelismSection
 ) -> list[Problem]:
-    """Ranks that share a row have as many heads each, of attention and of layers with a state."""
-    sizes, context = config.shared_sizes, parallelism.context
-    heads = {
-        ("num_attention_heads", sizes.num_attention_heads): sizes.num_key_value_heads,
-        ("linear_num_value_heads", config.size("linear_num_value_heads")): (
-            sizes.linear_num_key_heads
-        ),
-        ("mamba_num_heads", sizes.mamba_num_heads): sizes.n_groups,
-    }
-    shared = {key: groups for key, groups in heads.items() if key[1] and groups}
-
-    def uneven(ranks: int) -> list[str]:
-        return [
-            f"{name} {number} in {groups} groups"
-            for (name, number), groups in shared.items()
-            if not shares_heads(number, groups, 1, ranks)
-        ]
-
-    if model.backend != "hf" or not uneven(context):
+    """Ranks that exchange heads have as many each, of attention and of layers with a state."""
+    if model.backend != "hf" or parallelism.context == 1:
         return []
-    fitting = (str(size) for size in range(1, sizes.num_attention_heads + 1) if not uneven(size))
-    message = (
-        f"{context} processes cannot share out the {' and '.join(uneven(context))} of "
-        f"{config.folder}/config.json. Sizes that can: {', '.join(fitting)}"
-    )
-    return [Problem(("parallelism", "context"), message)]
+    try:
+        config.head_degrees.chosen(parallelism)
+    except ValueError as error:
+        knob = "context" if parallelism.context_heads is None else "context_heads"
+        return [Problem(("parallelism", knob), f"{config.folder}/config.json: {error}")]
+    return []
+
+
+def context_heads_need_hf(model: ModelSection, parallelism: ParallelismSection) -> list[Problem]:
+    """Megatron and Transformer Engine have ways of their own."""
+    if model.backend == "hf" or parallelism.context_heads is None:
+        return []
+    message = f"{parallelism.context_heads} needs model.backend: hf; leave it out"
+    return [Problem(("parallelism", "context_heads"), message)]
 
 
 def hf_routers_see_whole_rows(
@@ -275,6 +267,35 @@ class ModelConfig:
             n_groups=self.size(*_SCAN_GROUPS) if scan_heads else 0,
             deepstack_layers=len(deep) if _is_list(deep) else 0,
         )
+
+    @property
+    def head_degrees(self) -> HeadDegrees:
+        """What ranks that share a row on the hf engine need to know."""
+        heads = self.size("num_attention_heads")
+        groups = {self.shared_sizes.num_key_value_heads}
+        if self.values.get("attention_k_eq_v"):
+            groups.add(self.size("num_global_key_value_heads"))
+        others = self.values.get("per_layer_config")
+        for layer in others.values() if isinstance(others, Mapping) else ():
+            if isinstance(layer, Mapping):
+                groups.add(int(layer.get("num_key_value_heads") or 0))
+        blocks = self.content.get("model_type") == "gemma3" or (
+            self.values.get("use_bidirectional_attention") == IN_IMAGES
+        )
+        why = "has latent attention" if self.size("kv_lora_rank") else ""
+        why = "has per-layer inputs" if self.size("hidden_size_per_layer_input") else why
+        why = "has image tokens that attend in both directions" if blocks else why
+        pairs = ((heads, number) for number in sorted(groups - {0}) if heads)
+        sizes = self.shared_sizes
+        states = (
+            (
+                "linear_num_value_heads",
+                self.size("linear_num_value_heads"),
+                sizes.linear_num_key_heads,
+            ),
+            ("mamba_num_heads", sizes.mamba_num_heads, sizes.n_groups),
+        )
+        return HeadDegrees(tuple(pairs), why, tuple(one for one in states if one[1] and one[2]))
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[object]]:

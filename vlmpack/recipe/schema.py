@@ -316,7 +316,12 @@ class ParallelismSection(Section):
 
     context: Count = 1
     """Processes that share each row's tokens (CP). On the hf engine they exchange heads for
-    attention, and their number divides the query heads."""
+    attention, and those with the same heads are a ring over keys and values."""
+
+    context_heads: Count | None = None
+    """For the hf engine. How many neighbours of the processes of a row exchange heads. It divides
+    `context` and the query heads of every layer. If null, it is at most the number of key-value
+    heads, unless copies of them send less than the ring."""
 
     expert: Count = 1
     """Processes that share the experts of a mixture-of-experts layer (EP)."""

@@ -1,9 +1,10 @@
 """Run in ranks: the gradients of each family's rows, which two ranks or more share.
 
-    torchrun --nproc-per-node N context_rows.py FOLDER CONTEXT SHARDING MODELS NAME[+FAULT] ...
+    torchrun --nproc-per-node N context_rows.py FOLDER CONTEXT SHARDING MODELS NAME[@U][+FAULT] ...
 
-MODELS is a folder that has one of each name's family. Writes FOLDER/NAME[+FAULT].json (loss, and
-what ran) and .safetensors (gradients). A fault is a name of `FAULTS`.
+MODELS is a folder that has one of each name's family. U ranks exchange heads. Writes
+FOLDER/NAME[@U][+FAULT].json (loss, and what ran) and .safetensors (gradients). A fault is a name of
+`FAULTS`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vlmpack.backends.hf import context as shared
+from vlmpack.backends.hf import ring
 from vlmpack.distributed import Ranks, start_process_group, stop_process_group
 from vlmpack.encode import Encoder
 from vlmpack.packing import Batch, PackCollator, PackedBatch
@@ -131,6 +134,40 @@ def other_channels() -> AbstractContextManager[Any]:
     return patch.object(shared.HeadExchange, "own", rolled)
 
 
+def skipped_block() -> AbstractContextManager[Any]:
+    """The last rank of the ring skips the keys of the first, which a segment crosses."""
+    usual = ring.RingRow.sight
+
+    def sight(self: Any, reader: int, owner: int, window: int | None) -> ring.Sight:
+        found = usual(self, reader, owner, window)
+        if (reader, owner) != (self.group.size() - 1, 0):
+            return found
+        return replace(found, queries=found.queries[:0], keys=found.keys[:0], tiles=())
+
+    return patch.object(ring.RingRow, "sight", sight)
+
+
+def other_blocks() -> AbstractContextManager[Any]:
+    """Each reader takes the first rank's keys to be in another order."""
+    usual = ring.RingRow.sight
+
+    def sight(self: Any, reader: int, owner: int, window: int | None) -> ring.Sight:
+        found = usual(self, reader, owner, window)
+        return replace(found, keys=found.keys.roll(len(found.keys) // 2)) if owner == 0 else found
+
+    return patch.object(ring.RingRow, "sight", sight)
+
+
+def no_mask() -> AbstractContextManager[Any]:
+    """Queries of a tile see all of its keys."""
+    usual = ring._tiles
+
+    def tiles(*of: Any) -> Any:
+        return ((*tile[:4], False) for tile in usual(*of))
+
+    return patch.object(ring, "_tiles", tiles)
+
+
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "": nullcontext,
     "other heads": other_heads,
@@ -138,28 +175,66 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "other slots": other_slots,
     "twice": twice,
     "forgotten boundary": forgotten_boundary,
+    "skipped block": skipped_block,
+    "other blocks": other_blocks,
+    "no mask": no_mask,
 }
+
+
+def leaks(engine: Any, row: Any) -> list[bool]:
+    """Whether the losses of each segment change with the tokens of the others, over all ranks. The
+    last one is whether they change with its own. Collective."""
+    spans = list(pairwise(accumulate(row.segment_lengths, initial=0)))
+
+    def losses(batch: Any) -> list[Tensor]:
+        part = engine.context.part_of(batch)
+        with torch.no_grad():
+            found = engine.vlm(part, part.packed_seq_params())
+        slots = part.context.row_index[part.context.label_positions]
+        return [found[(slots >= start) & (slots < stop)] for start, stop in spans]
+
+    def differ(batch: Any, number: int) -> bool:
+        same = torch.equal(losses(batch)[number], usual[number])
+        return bool(engine.ranks.sum_over_world(torch.tensor(float(not same))))
+
+    usual = losses(row)
+    found = []
+    for number, (start, stop) in enumerate(spans):
+        ids = row.input_ids.flip(1)
+        ids[:, start:stop] = row.input_ids[:, start:stop]
+        found.append(differ(replace(row, input_ids=ids), number))
+    return [*found, differ(replace(row, input_ids=row.input_ids.flip(1)), 0)]
 
 
 def main(folder: Path, size: int, sharding: str, models: Path, cases: list[str]) -> None:
     ranks = start_process_group(context=size)
     for case in cases:
-        name, _, fault = case.partition("+")
+        which, _, fault = case.partition("+")
+        name, _, heads = which.partition("@")
         model = models / name
         encoder, rows = Encoder(model), rows_of(model, name)
         with FAULTS[fault]():
-            engine = make_engine(model, encoder, ranks=ranks, sharding=sharding, context=size)
-            groups = SimpleNamespace(groups=SimpleNamespace(cp=engine.context.group))
-            with patch.object(traffic_module, "SMALL", 0), Traffic(groups) as traffic:
+            split = {"context": size, "context_heads": int(heads) if heads else None}
+            engine = make_engine(model, encoder, ranks=ranks, sharding=sharding, **split)
+            group = engine.context
+            groups = SimpleNamespace(cp=group.group, cp_heads=group.heads, cp_ring=group.ring)
+            counted = SimpleNamespace(groups=groups)
+            with patch.object(traffic_module, "SMALL", 0), Traffic(counted) as traffic:
                 loss, ours = gradients(engine, rows)
+            text = next(row for row in rows if len(row.keys) > 1 and row.media is None)
+            seen = leaks(engine, text) if sharding == "none" and not fault else []
+        by_ring = torch.tensor(float(traffic.bytes["CP ring", "send"]))
+        by_ring = ranks.sum_over_world(by_ring) / ranks.dp_size
         if ranks.is_main:
             facts = {"loss": loss, **engine.description}
             sent = {
                 kind: [traffic.calls[group, kind], traffic.bytes[group, kind]]
                 for group, kind in traffic.calls
-                if group == "CP"
+                if group.startswith("CP")
             }
             facts |= {"sent": sent, "slots": sum(row.input_ids.numel() for row in rows)}
+            facts |= {"by_ring": float(by_ring), "leaks": seen, "slot": group.slot}
+            facts["lengths"] = [row.segment_lengths for row in rows]
             (folder / f"{case}.json").write_text(json.dumps(facts))
             save_file(ours, folder / f"{case}.safetensors")
     stop_process_group()

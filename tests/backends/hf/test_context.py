@@ -17,9 +17,11 @@ from support.forked import check_ranks
 from support.runs import GRADIENT_TOLERANCE, LOSS_TOLERANCE, errors_by_name
 from support.shards import ROOT
 
+from vlmpack.backends.hf.ring import cuts_by_row, work_of_ranks
 from vlmpack.encode import Encoder
 from vlmpack.forecast.communication import StepRows, traffic_figures
 from vlmpack.forecast.parameters import read_sizes
+from vlmpack.recipe.engine_rules import read_model_config
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 FAULTY = (
@@ -28,6 +30,14 @@ FAULTY = (
     *(f"{name}+other channels" for name in ("qwen3_5", "nemotron_h")),
     "qwen3_5+other heads",
 )
+RINGS = ("llama@1", "qwen2_5_vl@1", "mistral3@1", "gemma3_text@1", "qwen3_5@1")
+"""Without exchange of heads. The third and fourth have layers with windows, the last has state."""
+FAULTY_RINGS = tuple(f"llama@1+{fault}" for fault in ("skipped block", "other blocks", "no mask"))
+
+
+def family_of(case: str) -> str:
+    """The family of NAME[@U][+FAULT]."""
+    return case.partition("+")[0].partition("@")[0]
 
 
 def shared(folder: Path, cases: Iterable[str], size: int, **options: Any) -> dict[str, Any]:
@@ -35,7 +45,9 @@ def shared(folder: Path, cases: Iterable[str], size: int, **options: Any) -> dic
     cases, models = list(cases), folder / "models"
     models.mkdir()
     alone: dict[str, Any] = {}
-    for name in {case.partition("+")[0] for case in cases}:
+    for name in map(family_of, cases):
+        if name in alone:
+            continue
         model = tiny_family_folder(name, models / name)
         if model != models / name:
             (models / name).symlink_to(model)
@@ -47,12 +59,12 @@ def shared(folder: Path, cases: Iterable[str], size: int, **options: Any) -> dic
     found = {}
     for case in cases:
         facts = json.loads((folder / f"{case}.json").read_text())
-        loss, expected = alone[case.partition("+")[0]]
+        loss, expected = alone[family_of(case)]
         ours = load_file(folder / f"{case}.safetensors")
         assert ours.keys() == expected.keys()
         found[case] = {
             **facts,
-            "model": models / case.partition("+")[0],
+            "model": models / family_of(case),
             "alone": loss,
             "errors": errors_by_name(ours, expected),
         }
@@ -68,7 +80,7 @@ def check(found: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def in_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return shared(tmp_path_factory.mktemp("two"), [*FAMILIES, *FAULTY], 2)
+    return shared(tmp_path_factory.mktemp("two"), [*FAMILIES, *FAULTY, *RINGS, *FAULTY_RINGS], 2)
 
 
 @pytest.mark.slow
@@ -76,6 +88,37 @@ def in_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_two_processes_share_rows(in_two: dict[str, Any], name: str) -> None:
     check(in_two[name])
     assert "2 share each row by exchange of heads" in in_two[name]["processes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RINGS)
+def test_two_processes_are_a_ring(in_two: dict[str, Any], name: str) -> None:
+    check(in_two[name])
+    assert "2 share each row by a ring of 2" in in_two[name]["processes"]
+
+
+def sent_by_rings(found: dict[str, Any], size: int) -> int:
+    """Bytes that the ranks of a ring send, all heads together: keys and values to those that see
+    them, in both passes, and gradients back."""
+    read = 0
+    for lengths in found["lengths"]:
+        by_row = cuts_by_row(lengths, size=size, slot=found["slot"])
+        read += sum(slots for _, slots in work_of_ranks(lengths, size=size, by_row=by_row))
+    layers = read_sizes(found["model"]).decoder
+    return read * sum(3 * 2 * layer.key * 4 for layer in layers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama@1", "qwen2_5_vl@1"])
+def test_a_ring_sends_what_is_read(in_two: dict[str, Any], name: str) -> None:
+    found = in_two[name]
+    assert 0 < found["by_ring"] == sent_by_rings(found, 2)
+
+
+@pytest.mark.slow
+def test_a_ring_sends_less_of_windows(in_two: dict[str, Any]) -> None:
+    found = in_two["mistral3@1"]
+    assert 0 < found["by_ring"] < 0.7 * sent_by_rings(found, 2)
 
 
 @pytest.mark.slow
@@ -95,20 +138,47 @@ def test_what_is_sent_is_what_plan_says(in_two: dict[str, Any], name: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", FAULTY)
+@pytest.mark.parametrize("case", [*FAULTY, *FAULTY_RINGS])
 def test_a_fault_is_found(in_two: dict[str, Any], case: str) -> None:
     found = in_two[case]["errors"]
     assert max(found.values()) > 100 * GRADIENT_TOLERANCE
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_config_says_which_rows_a_ring_cannot_cut(name: str, tmp_path: Path) -> None:
+    """Image blocks are those of the family. Latent heads and inputs of layers have names."""
+    folder = tiny_family_folder(name, tmp_path)
+    config = read_model_config(ModelSection(path=str(folder)))
+    assert config is not None
+    family, text = Encoder(folder).family, config.values
+    whole = family.modules.image_blocks or any(
+        text.get(size) for size in ("kv_lora_rank", "hidden_size_per_layer_input")
+    )
+    assert bool(config.head_degrees.whole) is bool(whole)
+    assert config.head_degrees.heads
+
+
+BOTH = "exchange of heads between 2, and a ring of 2 such groups"
+IN_FOUR = {
+    "qwen2_5_vl": BOTH,
+    "qwen2_5_vl@1": "4 share each row by a ring of 4",
+    "qwen2_5_vl@4": "by exchange of heads)",
+    "gemma3_text": BOTH,
+    "gemma4": "by exchange of heads)",
+    "deepseek_v3": "by exchange of heads)",
+}
+"""How four ranks share a row. Of two key-value heads all four have copies only where asked to."""
+
+
 @pytest.fixture(scope="module")
 def in_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Four ranks to a row, with copies of keys and values; and two replicas of two ranks."""
-    cases = ("qwen2_5_vl", "gemma4", "deepseek_v3")
+    """Four ranks to a row, and two replicas of two ranks."""
+    cases = IN_FOUR
     found = shared(tmp_path_factory.mktemp("four"), cases, 4)
     pairs = shared(
         tmp_path_factory.mktemp("pairs"),
-        ("qwen3_vl", "llava_onevision"),
+        ("qwen3_vl", "llava_onevision", "llama@1"),
         2,
         processes=4,
         sharding="fsdp",
@@ -117,11 +187,28 @@ def in_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["qwen2_5_vl", "gemma4", "deepseek_v3", "qwen3_vl", "llava_onevision"]
-)
+@pytest.mark.parametrize("name", [*IN_FOUR, "qwen3_vl", "llava_onevision", "llama@1"])
 def test_four_processes_share_rows(in_four: dict[str, Any], name: str) -> None:
     check(in_four[name])
+    how = IN_FOUR.get(name, "")
+    assert how in in_four[name]["processes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_FOUR)
+def test_no_segment_sees_another(in_four: dict[str, Any], name: str) -> None:
+    """To the bit, by losses of the others' tokens changed. The last entry is of its own."""
+    *others, own = in_four[name]["leaks"]
+    assert len(others) > 1 and not any(others) and own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size"), [("qwen2_5_vl", 2), ("qwen2_5_vl@1", 4)])
+def test_rings_of_some_heads_send_what_is_read(
+    in_four: dict[str, Any], name: str, size: int
+) -> None:
+    found = in_four[name]
+    assert 0 < found["by_ring"] == sent_by_rings(found, size)
 
 
 @pytest.mark.slow

@@ -99,10 +99,8 @@ def _attend(
         )
         exchange: HeadExchange | None = options.get("head_exchange")
         if exchange is not None:
-            queries, keys, values = exchange.to_heads(queries, keys, values)
+            function = exchange.around(function, None if is_plain() else choice.name)
         output = function(queries, keys, values, params, scale=scale, window=window, masks=masks)
-        if exchange is not None:
-            output = exchange.to_slots(output)
         return output[None, ..., :own], None
     if not options.get("padded_rows"):
         raise CapabilityError(

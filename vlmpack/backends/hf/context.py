@@ -5,6 +5,9 @@ row's slots, and attends over the whole row with a part of the heads.
 
 The row is cut after the merge. Everything but attention works slot by slot, and attention has the
 row in its true order. So boundaries, windows and image blocks are those of the whole row.
+
+Where fewer ranks exchange heads than share the row, CP = U x R. U neighbours exchange heads, and
+then have the slots of one place of a ring of R (`ring`).
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vlmpack.attention import VarlenAttention
 from vlmpack.backends.collectives import gather_features, heads_to_slots, slots_to_heads, sum_parts
+from vlmpack.backends.hf.ring import CELLS_OF_A_SLOT, RingRow, cuts_by_row, ring_attention
 from vlmpack.distributed import Ranks
 from vlmpack.errors import CapabilityError
 from vlmpack.families.base import ImageFeatures
@@ -32,7 +37,7 @@ from vlmpack.packing import (
     padded_as_row,
     slice_for_context,
 )
-from vlmpack.recipe.shared_sizes import shares_heads, sizes_that_share
+from vlmpack.recipe.shared_sizes import shared_by, shares_heads, sizes_that_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +45,34 @@ class HeadExchange:
     """The exchange of one row.
 
     Args:
-        natural_order: (T,) int64, see `ContextSlice`.
+        natural_order: (T,) int64, see `ContextSlice`; on a ring (T / R,), of the slots there.
+        heads: the exchange before attention on a ring; None where no ranks exchange heads there.
+        ring: the row on a ring; None where ranks attend over the whole row.
     """
 
     group: dist.ProcessGroup
     natural_order: Tensor
+    heads: HeadExchange | None = None
+    ring: RingRow | None = None
+
+    def around(self, attention: VarlenAttention, kernel: str | None) -> VarlenAttention:
+        """Attention of this rank's slots, by that of whole rows or on the ring.
+
+        Args:
+            kernel: the implementation whose kernel a ring may use; None for none.
+        """
+        exchange: HeadExchange | None = self
+        if self.ring is not None:
+            exchange = self.heads
+            attention = partial(ring_attention, row=self.ring, attention=kernel)
+        if exchange is None:
+            return attention
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, *row: Any, **how: Any) -> Tensor:
+            given = exchange.to_heads(query, key, value)
+            return exchange.to_slots(attention(*given, *row, **how))
+
+        return attend
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(T, H / CP, D) each, from (T / CP, H, D); raises as `whole_row`."""
@@ -89,18 +117,49 @@ class HeadExchange:
 
 @dataclass(frozen=True, slots=True)
 class ContextGroup:
-    """The ranks that share a row, of which this process is one."""
+    """The ranks that share a row, of which this process is one.
+
+    Args:
+        heads: those of them that exchange heads; None for this one alone.
+        ring: those that have the same heads of other slots; None where each has the whole row.
+        slot: see `cuts_by_row`.
+    """
 
     group: dist.ProcessGroup
+    heads: dist.ProcessGroup | None
+    ring: dist.ProcessGroup | None = None
+    slot: float = CELLS_OF_A_SLOT
 
     @classmethod
-    def of(cls, ranks: Ranks, size: int) -> ContextGroup | None:
-        """Neighbouring ranks, as `start_process_group` lays them out; None for one. Collective."""
+    def of(
+        cls, ranks: Ranks, size: int, heads: int, slot: float = CELLS_OF_A_SLOT
+    ) -> ContextGroup | None:
+        """Neighbouring ranks, as `start_process_group` lays them out; None for one. Collective.
+
+        Args:
+            heads: U, which divides `size`.
+        """
         if size == 1:
             return None
         group, _ = dist.new_subgroups(group_size=size)
         assert group is not None and group.rank() == ranks.replica_rank
-        return cls(group)
+        if heads == size:
+            return cls(group, group)
+        of_heads = dist.new_subgroups(group_size=heads)[0] if heads > 1 else None
+        rings = [
+            list(range(first + place, first + size, heads))
+            for first in range(0, ranks.world_size, size)
+            for place in range(heads)
+        ]
+        ring, _ = dist.new_subgroups_by_enumeration(rings)
+        assert ring is not None
+        dist.barrier(ring)  # NCCL wants a first call of all ranks, and steps are of two
+        return cls(group, of_heads, ring, slot)
+
+    def described(self) -> str:
+        """In words."""
+        heads = self.heads.size() if self.heads is not None else 1
+        return shared_by(self.group.size(), heads)
 
     def take(self, vlm: Any) -> None:
         """Have these ranks share the rows of a `PackedLM`.
@@ -123,12 +182,22 @@ class ContextGroup:
         rank, size = self.group.rank(), self.group.size()
         row = padded_as_row(batch) if isinstance(batch, PaddedBatch) else batch
         all_sum = partial(sum_parts, group=self.group)
-        row = slice_for_context(row, rank=rank, size=size, all_sum=all_sum)
+        cut: dict[str, Any] = {}
+        if self.ring is not None:
+            places, lengths = self.ring.size(), row.segment_lengths
+            by_row = cuts_by_row(lengths, size=places, slot=self.slot)
+            cut = {"heads": size // places, "by_row": by_row}
+        row = slice_for_context(row, rank=rank, size=size, all_sum=all_sum, **cut)
         return deal_media(row, rank=rank, size=size)
 
-    def exchange(self, part: ContextSlice) -> HeadExchange:
-        """That of a row."""
-        return HeadExchange(self.group, part.natural_order)
+    def exchange(self, part: ContextSlice, lengths: tuple[int, ...]) -> HeadExchange:
+        """That of a row of segments of these physical lengths."""
+        if self.ring is None or part.heads_order is None:
+            return HeadExchange(self.group, part.natural_order)
+        order = part.heads_order
+        heads = None if self.heads is None else HeadExchange(self.heads, order)
+        ring = RingRow(self.ring, lengths, part.by_row, order.device)
+        return HeadExchange(self.group, part.natural_order, heads, ring)
 
     def all_features(self, images: ImageFeatures, part: MediaPart) -> ImageFeatures:
         """Features of all images of a row, from those of this rank's. Collective."""

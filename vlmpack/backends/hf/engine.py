@@ -52,6 +52,7 @@ from vlmpack.backends.hf.load import deferred_model, load_model, open_model, rea
 from vlmpack.backends.hf.model import packed_model
 from vlmpack.backends.hf.optimizer import build_optimizer, moments_of, set_learning_rate
 from vlmpack.backends.hf.recurrence import recurrence_kinds, replace_kernels
+from vlmpack.backends.hf.ring import CELLS_OF_A_SLOT
 from vlmpack.backends.hf.router_loss import describe_router_loss, router_loss, set_experts
 from vlmpack.backends.hf.sharding import (
     load_slices,
@@ -83,7 +84,9 @@ from vlmpack.errors import CapabilityError
 from vlmpack.families.base import ModulePaths
 from vlmpack.model_folder.quantised import is_quantised
 from vlmpack.packing import Batch
+from vlmpack.recipe.engine_rules import read_model_config
 from vlmpack.recipe.schema import ModelSection, ParallelismSection, described
+from vlmpack.recipe.shared_sizes import HeadDegrees
 from vlmpack.recurrence import choose_recurrence
 
 logger = logging.getLogger("vlmpack")
@@ -149,7 +152,7 @@ class HFEngine:
         balance = self.vlm.router_loss = router_loss(language, model.router_aux_loss_coef)
         self.router_sum = None if balance is None else balance.sum
         self.compiled = CompiledLayers(loaded) if model.compile else None
-        self.context = ContextGroup.of(ranks, split.context)
+        self.context = _context(ranks, model, split)
         if self.context is not None:
             self.context.take(self.vlm)
         self.sync_each = split.gradient_sync == "micro_batch"
@@ -174,7 +177,7 @@ class HFEngine:
         self.module.eval()  # peft adds layers in training mode, and later the root alone is asked
         self.description = {
             "engine": "hf (transformers + accelerate)",
-            "processes": f"{ranks.world_size} ({_replicas(ranks, split)})",
+            "processes": f"{ranks.world_size} ({_replicas(ranks, split, self.context)})",
             "device": str(ranks.device),
             **compute.described(),
             **experts,
@@ -493,12 +496,29 @@ def _fused(
     return fuse_layers(loaded, ops, narrow=narrow), why_none
 
 
-def _replicas(ranks: Ranks, split: ParallelismSection) -> str:
+def _context(ranks: Ranks, model: ModelSection, split: ParallelismSection) -> ContextGroup | None:
+    """The ranks that share rows with this one; None where none does.
+
+    Raises:
+        CapabilityError: the model's heads cannot be exchanged so.
+    """
+    if split.context == 1:
+        return None
+    config = read_model_config(model)
+    degrees = HeadDegrees() if config is None else config.head_degrees
+    try:
+        heads = degrees.chosen(split)
+    except ValueError as error:
+        raise CapabilityError(f"parallelism.context: {error}") from error
+    return ContextGroup.of(ranks, split.context, heads, degrees.keys_of_query * CELLS_OF_A_SLOT)
+
+
+def _replicas(ranks: Ranks, split: ParallelismSection, context: ContextGroup | None) -> str:
     if ranks.world_size == 1:
         return "no replicas"
     copies, shared = split.replicate, ""
-    if split.context > 1:
-        shared = f"; {split.context} share each row by exchange of heads"
+    if context is not None:
+        shared = f"; {split.context} share each row by {context.described()}"
     if split.sharding == "none":
         return f"DDP{shared}"
     if copies == 1:

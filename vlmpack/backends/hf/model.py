@@ -285,7 +285,9 @@ class PackedLM(nn.Module):
             own = batch.context.row_index
             positions = positions.index_select(-1, own)
             arguments |= {name: value.index_select(1, own) for name, value in by_slot.items()}
-            arguments["head_exchange"] = self.context_group.exchange(batch.context)
+            arguments["head_exchange"] = self.context_group.exchange(
+                batch.context, batch.segment_lengths
+            )
         router_loss = self.router_loss if torch.is_grad_enabled() else None
         if router_loss is not None:
             arguments["output_router_logits"] = True

@@ -1,0 +1,204 @@
+"""What ranks of a ring see of one another's keys, what they compute, and how rows are cut."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from support.shards import TINY_MODEL
+from torch import Tensor
+
+from vlmpack.attention import segment_attention
+from vlmpack.attention.prefix_attention import Qkv, merge_lse
+from vlmpack.backends.hf import ring
+from vlmpack.backends.hf.ring import (
+    Sight,
+    TiledKernel,
+    cuts_by_row,
+    held_runs,
+    work_of_ranks,
+)
+from vlmpack.forecast.communication import StepRows, traffic_figures
+from vlmpack.forecast.parameters import read_sizes
+from vlmpack.packing import PackedSeqParams, zigzag_index
+from vlmpack.recipe.schema import ModelSection, ParallelismSection
+
+ROWS = ((96,), (16, 64, 32, 16), (8, 8, 8, 8, 8, 8), (16,) * 3 + (48,), (128, 16))
+CPU = torch.device("cpu")
+
+
+def starts_of(lengths: tuple[int, ...]) -> Tensor:
+    """(T,) int64, where the segment of each slot starts."""
+    ends = torch.tensor(lengths)
+    return (ends.cumsum(0) - ends).repeat_interleave(ends)
+
+
+def held(lengths: tuple[int, ...], size: int, by_row: bool) -> list[Tensor]:
+    """Slots of each rank."""
+    cut = (sum(lengths),) if by_row else lengths
+    return [zigzag_index(cut, rank=rank, size=size) for rank in range(size)]
+
+
+def seen(lengths: tuple[int, ...], window: int | None) -> Tensor:
+    """(T, T) bool, by the definition."""
+    starts, slots = starts_of(lengths), torch.arange(sum(lengths))
+    behind = slots[:, None] - slots
+    mask = (starts[:, None] == starts) & (behind >= 0)
+    return mask if window is None else mask & (behind < window)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("window", [None, 5, 20])
+@pytest.mark.parametrize("lengths", ROWS)
+def test_ranks_see_what_the_row_shows(lengths, window, by_row, size) -> None:
+    """All of it, each key once, and no key is sent that no query sees."""
+    slots, starts = held(lengths, size, by_row), starts_of(lengths)
+    found = torch.zeros(sum(lengths), sum(lengths), dtype=torch.int64)
+    for reader in slots:
+        for owner in slots:
+            sight = Sight.of(reader, owner, starts, window, CPU)
+            keys, sent = owner[sight.keys], set()
+            for query, first, last in zip(sight.queries, sight.first, sight.last, strict=True):
+                found[reader[query], keys[first:last]] += 1
+                sent.update(range(int(first), int(last)))
+            assert len(sent) == len(keys)
+    assert torch.equal(found, seen(lengths, window).long())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("lengths", ROWS)
+def test_the_cost_model_counts_what_is_seen_and_read(lengths, by_row, size) -> None:
+    slots, starts = held(lengths, size, by_row), starts_of(lengths)
+    mask = seen(lengths, None)
+    for rank, (cells, read) in enumerate(work_of_ranks(lengths, size=size, by_row=by_row)):
+        assert cells == int(mask[slots[rank]].sum())
+        others = [owner for owner in slots if owner is not slots[rank]]
+        sights = [Sight.of(slots[rank], owner, starts, None, CPU) for owner in others]
+        assert read == sum(len(sight.keys) for sight in sights)
+        runs = sorted(held_runs(lengths, rank=rank, size=size, by_row=by_row))
+        assert torch.equal(
+            torch.cat([torch.arange(start, stop) for _, start, stop in runs]), slots[rank]
+        )
+
+
+@pytest.mark.parametrize("tile", [3, 512])
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("lengths", ROWS)
+def test_merged_steps_are_attention(lengths, window, by_row, tile, monkeypatch) -> None:
+    """Outputs, and gradients of all inputs, in float64."""
+    monkeypatch.setattr(ring, "TILE", tile)
+    torch.manual_seed(0)
+    whole = [
+        torch.randn(sum(lengths), 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)
+    ]
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    params = PackedSeqParams(
+        cu_seqlens_q=cu,
+        cu_seqlens_kv=cu,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+        segment_lengths=lengths,
+    )
+    expected = segment_attention(*whole, params, window=window)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    query, key, value = (part.detach() for part in whole)
+    kernel, scale = TiledKernel(), 8**-0.5
+    slots, starts = held(lengths, 4, by_row), starts_of(lengths)
+    gradients = [torch.zeros_like(part) for part in (query, key, value)]
+    for number, reader in enumerate(slots):
+        steps = []
+        for owner in [reader, *slots[:number], *slots[number + 1 :]]:
+            sight = Sight.of(reader, owner, starts, window, CPU)
+            keys = owner[sight.keys]
+            steps.append((sight, reader[sight.queries], keys))
+        merged = None
+        for sight, mine, keys in steps:
+            if len(mine):
+                qkv = Qkv(query[mine], key[keys], value[keys])
+                part = kernel.forward(qkv, sight, scale)
+                merged = part if merged is None else merge_lse(merged, part, sight.queries)
+        out, lse = merged
+        torch.testing.assert_close(out, expected[reader].detach(), rtol=1e-12, atol=1e-12)
+        for sight, mine, keys in steps:
+            qkv = Qkv(query[mine], key[keys], value[keys])
+            of = grad[mine], qkv, out[sight.queries], lse[:, sight.queries]
+            for total, at, more in zip(
+                gradients, (mine, keys, keys), kernel.backward(*of, sight, scale), strict=True
+            ):
+                total.index_add_(0, at, more)
+    for ours, part in zip(gradients, whole, strict=True):
+        torch.testing.assert_close(ours, part.grad, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_segment_that_fills_the_row_costs_all_the_same(size) -> None:
+    cells = [cells for cells, _ in work_of_ranks((4096,), size=size, by_row=True)]
+    assert max(cells) <= 1.05 * min(cells)
+    in_order = [
+        sum((stop - start) * (start + stop) // 2 for _, start, stop in [(0, c, c + 4096 // size)])
+        for c in range(0, 4096, 4096 // size)
+    ]
+    assert max(in_order) > 1.4 * min(in_order)  # what the bound would find
+
+
+@pytest.mark.parametrize(("size", "degree"), [(2, 1), (8, 2), (8, 1)])
+def test_plan_says_what_a_ring_sends_of_a_segment_that_fills_the_row(size, degree) -> None:
+    """The mean of the ranks, over three rows."""
+    sizes = read_sizes(TINY_MODEL)
+    layers, width = len(sizes.decoder), sum(layer.key for layer in sizes.decoder)
+    model = ModelSection(path=str(TINY_MODEL), dtype="bfloat16", activation_checkpointing="full")
+    split = ParallelismSection(context=size, context_heads=degree)
+    rows = StepRows(micro_batches=3, slots=3 * 4096, features=0)
+    figures = traffic_figures(model, split, sizes, rows, world_size=size)
+    assert figures is not None
+    (part,) = (part for part in figures.parts if part.what == "keys and values")
+    places = size // degree
+    read = [read for _, read in work_of_ranks((4096,), size=places, by_row=True)]
+    passes = 4  # forward, again, backward, and gradients
+    assert part.num_bytes == 3 * passes * 2 * 2 * width / degree * sum(read) / places
+    assert part.calls == 3 * layers * passes * (places - 1)
+
+
+def slowest_of_mean(rows: list[tuple[int, ...]], size: int, slot: float, by_row=None) -> float:
+    """What ranks wait for in each row, over what they do on average; the rows one by one."""
+    slowest = mean = 0.0
+    for lengths in rows:
+        chosen = cuts_by_row(lengths, size=size, slot=slot) if by_row is None else by_row
+        work = work_of_ranks(lengths, size=size, by_row=chosen)
+        costs = [cells + slot * read for cells, read in work]
+        slowest, mean = slowest + max(costs), mean + sum(costs) / size
+    return slowest / mean
+
+
+def random_rows(size: int) -> list[tuple[int, ...]]:
+    """Rows of segments of 64 to 32,768 tokens; the last has one of half its tokens."""
+    draw, rows = random.Random(0), []
+    for _ in range(200):
+        lengths: list[int] = []
+        while sum(lengths) < 65_536:
+            lengths.append(16 * size * max(1, round(2 ** draw.uniform(6, 15) / 16 / size)))
+        rows.append(tuple(lengths))
+    return [*rows, (32_768, *(2_048,) * 16)]
+
+
+@pytest.mark.parametrize("slot", [0.0, 285.0])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_no_rank_waits_long_for_the_slowest(size, slot) -> None:
+    rows = random_rows(size)
+    assert slowest_of_mean(rows, size, slot) <= 1.25
+    assert slowest_of_mean(rows[-1:], size, slot) <= 1.25
+
+
+def test_each_cut_is_chosen_where_it_ends_earlier() -> None:
+    """Many short segments go whole to one rank. A long one among them does not."""
+    assert cuts_by_row((64,) * 64, size=4, slot=285.0)
+    assert not cuts_by_row((32_768, *(2_048,) * 16), size=4, slot=285.0)
+    rows = random_rows(4)
+    chosen = {cuts_by_row(lengths, size=4, slot=2_000.0) for lengths in rows}
+    assert chosen == {False, True}
+    assert slowest_of_mean(rows[-1:], 4, 285.0, by_row=True) > 1.25  # one cut alone does not do
