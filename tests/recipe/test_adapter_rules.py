@@ -104,7 +104,22 @@ def test_adapters_without_a_component_or_with_a_reference_without_them(tmp_path:
     assert "objective.reference: 'adapters_off', but the run begins with the adapters of" in found
 
 
-def test_a_folder_that_cannot_be_read_is_left_to_the_launch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "has no adapter_config.json"), ("{", "is not valid JSON"), ("[]", "no JSON object")],
+)
+@pytest.mark.parametrize("lora", [{}, {"targets": ["q_proj"]}])
+def test_a_folder_that_cannot_be_read_is_a_problem(
+    tmp_path: Path, content: str | None, message: str, lora: dict[str, Any]
+) -> None:
+    if content is not None:
+        (tmp_path / "adapter_config.json").write_text(content)
+    settings = changed(MINIMAL, model__adapter=str(tmp_path), trainable__language="lora")
+    with pytest.raises(RecipeError, match=rf"1 problem.*\n.*model\.adapter: .*{message}"):
+        load_recipe(changed(settings, trainable__lora=lora))
+
+
+def test_a_folder_that_is_not_there_is_left_to_the_launch(tmp_path: Path) -> None:
     settings = changed(MINIMAL, model__adapter=str(tmp_path / "none"), trainable__language="lora")
     assert load_recipe(settings).model.adapter == str(tmp_path / "none")
     assert load_recipe(settings).trainable.lora.targets == "adapter"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from support.recipes import run_settings
 from typer.testing import CliRunner
 
 from vlmpack.cli.app import app as whole
@@ -126,3 +127,12 @@ def test_missing_file_fails(tmp_path):
     code, output = invoke("check", tmp_path / "none.yaml")
     assert code == 2
     assert "no such file" in output
+
+
+def test_check_opens_the_adapters_that_a_run_would_go_on_with(tmp_path):
+    settings = run_settings(tmp_path, model__adapter=str(tmp_path), trainable__language="lora")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(settings))
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "lora_alpha": 4}')
+    code, output = invoke("check", recipe)
+    assert code == 1 and f"model.adapter: {tmp_path} has no adapter_model.safetensors" in output

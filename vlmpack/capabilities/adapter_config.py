@@ -45,10 +45,11 @@ _UNKNOWN_HERE = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """The content of a folder's adapter_config.json."""
+    """The content of a folder's adapter_config.json, or why it cannot be read."""
 
     folder: Path
     values: Mapping[str, object]
+    unreadable: str | None = None
 
     @classmethod
     def read(cls, folder: Path) -> AdapterConfig:

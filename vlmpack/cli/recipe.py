@@ -109,7 +109,7 @@ def _checked_model(recipe: Recipe) -> bool:
     from transformers.utils import logging as transformers_logging
 
     from vlmpack.build.data import build_encoder
-    from vlmpack.build.engine import check_model
+    from vlmpack.build.engine import check_model, open_adapter, policy_of, with_adapter_layers
     from vlmpack.distributed import Ranks
 
     transformers_logging.disable_progress_bar()
@@ -117,7 +117,9 @@ def _checked_model(recipe: Recipe) -> bool:
     if any(folder.glob("*.safetensors")):
         check_model(folder, Ranks())
     if (folder / "tokenizer.json").is_file():
-        build_encoder(recipe)
+        encoder, adapter = build_encoder(recipe), recipe.model.adapter
+        if adapter is not None and Path(adapter).is_dir():
+            open_adapter(Path(adapter), policy_of(with_adapter_layers(recipe)), encoder)
     return True
 
 

@@ -1,8 +1,8 @@
 """Rules about what is trained, and about adapters that training continues from.
 
 Packages are looked up and never imported, because a recipe is also checked on machines that cannot
-run it. Adapters are checked by adapter_config.json alone. A folder without one breaks no rule: the
-code that loads the adapters reports it. `rules.py` says what a rule is.
+run it. Adapters are checked by adapter_config.json alone. A folder that is not there breaks no
+rule: the code that loads the adapters reports it. `rules.py` says what a rule is.
 """
 
 from __future__ import annotations
@@ -327,15 +327,16 @@ _ADAPTER = ("model", "adapter")
 def read_adapter_config(
     folder: str, base_dir: str | os.PathLike[str] | None = None
 ) -> AdapterConfig | None:
-    """That of `model.adapter`; None where it cannot be read.
+    """That of `model.adapter`; None where the folder is not there.
 
     Args:
         base_dir: folder that a relative one starts at. None: the current directory.
     """
+    path = Path(base_dir or "", folder)
     try:
-        return AdapterConfig.read(Path(base_dir or "", folder))
-    except ModelError:
-        return None
+        return AdapterConfig.read(path)
+    except ModelError as error:
+        return AdapterConfig(path, {}, str(error)) if path.is_dir() else None
 
 
 def adapters_have_components(
@@ -358,6 +359,8 @@ def adapters_are_as_the_recipe_says(
     """`trainable.lora` says what the adapters of the folder are."""
     if adapter is None:  # a launch names the folder
         return []
+    if adapter.unreadable is not None:
+        return [Problem(_ADAPTER, adapter.unreadable)]
     why = adapter.refusal
     if why is None and (what := adapter.unknown_here):
         why = f"it has {what}, which a recipe cannot say; merge them first: vlmpack merge"
