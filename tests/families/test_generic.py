@@ -18,6 +18,7 @@ from tools.sweep import one
 from tools.sweep.folder import write_folder
 from tools.sweep.one import try_class
 from vlmpack.backends.hf import model as hf_model
+from vlmpack.backends.hf import whole_classes
 from vlmpack.capabilities import refused
 from vlmpack.capabilities.refused import Swept
 from vlmpack.cli.app import app
@@ -252,7 +253,7 @@ def test_a_window_that_only_masks_know_is_refused():
     def refuse(config):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        hf_model.refuse_window_of_masks(model.get_decoder())
+        whole_classes.refuse_window_of_masks(model.get_decoder())
 
     for told in (
         PhimoeConfig(**sizes, sliding_window=8),
@@ -263,3 +264,15 @@ def test_a_window_that_only_masks_know_is_refused():
     refuse(PhimoeConfig(**sizes))
     refuse(Qwen2MoeConfig(**sizes, **window))
     refuse(MixtralConfig(**sizes, sliding_window=8))  # hands it to its attention
+
+
+def test_what_nobody_said_how_to_cut_is_refused_by_name():
+    decoder, own = torch.nn.Identity(), torch.tensor([0, 3])
+    given = {"inputs_embeds": torch.zeros(1, 4, 2), "own_slots": own, "position_ids": None}
+    _, cut = whole_classes.cut_inputs(decoder, (), dict(given))
+    assert cut["inputs_embeds"].shape == (1, 2, 2) and "own_slots" not in cut
+    given |= {"per_layer_inputs": [torch.zeros(1, 4, 2)]}
+    with pytest.raises(CapabilityError, match="Identity is given per_layer_inputs of a row by its"):
+        whole_classes.cut_inputs(decoder, (), dict(given))
+    with pytest.raises(CapabilityError, match="Identity is given argument 0 of a row"):
+        whole_classes.cut_inputs(decoder, (torch.zeros(1, 4, 2),), {"own_slots": own})

@@ -74,13 +74,6 @@ class ServedModel:
         """Why nothing does what megatron-core alone can do."""
         return replace(ONLY_ON_MCORE, reason=self.off_mcore) if self.off_mcore else ONLY_ON_MCORE
 
-    @property
-    def off_context(self) -> Limit | None:
-        """Why the hf engine's ranks cannot share its rows; None where they can."""
-        if self.family == GENERIC:
-            return Limit("is run whole, by its class's own forward, which takes no part of a row")
-        return None
-
 
 _STATE = "its layers that carry state from token to token cannot hand it to several branches"
 _BLOCKS = "its image tokens attend in both directions, which shared prefixes do not support yet"

@@ -62,8 +62,6 @@ def why_not(
         return model.only_on_mcore
     if feature in ENGINE_LIMITS[engine]:
         return ENGINE_LIMITS[engine][feature]
-    if engine == "hf" and feature == "CP" and model.off_context is not None:
-        return model.off_context
     if engine not in model.engines:
         return model.not_on_mcore
     packages = ["transformers"]

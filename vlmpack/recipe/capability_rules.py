@@ -67,8 +67,6 @@ def family_has_the_features(
     limits: dict[Feature, Limit] = dict(served.limits)
     if model.backend == "hf" and "mcore" not in served.engines:
         limits = dict.fromkeys(MCORE_FEATURES, served.only_on_mcore) | limits
-    if model.backend == "hf" and served.off_context is not None:
-        limits["CP"] = served.off_context
     return [
         Problem(key, f"{value!r}, but {served.title} cannot: {limits[feature]}")
         for key, value, feature in _asked(sections)

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node N context_rows.py FOLDER CONTEXT SHARDING MODELS NAME[@U][+FAULT] ...
 
-MODELS is a folder that has one of each name's family. U ranks exchange heads. Writes
+MODELS is a folder that has one of each name. U ranks exchange heads. Writes
 FOLDER/NAME[@U][+FAULT].json (loss, and what ran) and .safetensors (gradients). A fault is a name of
 `FAULTS`.
 """
@@ -25,7 +25,6 @@ from forecast import traffic as traffic_module
 from forecast.traffic import Traffic
 from safetensors.torch import save_file
 from support.engines import make_engine
-from support.families import TEXT_FAMILIES
 from support.shards import mixed_samples, text_samples
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -41,10 +40,10 @@ ROWS = ([0, 2], [1, 4], [3, 5], [])
 """Samples of each: images, text alone, both, and none at all."""
 
 
-def rows_of(folder: Path, name: str) -> list[Batch]:
+def rows_of(folder: Path) -> list[Batch]:
     """The rows of a family, of the same samples for all."""
     encoder = Encoder(folder)
-    raw = text_samples() if name in TEXT_FAMILIES else mixed_samples()
+    raw = mixed_samples() if encoder.takes_images else text_samples()
     samples = [encoder.encode(one.cooked()) for one in raw]
     collate = PackCollator(
         pad_token_id=encoder.pad_token_id,
@@ -181,9 +180,9 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def leaks(engine: Any, row: Any) -> list[bool]:
-    """Whether the losses of each segment change with the tokens of the others, over all ranks. The
-    last one is whether they change with its own. Collective."""
+def leaks(engine: Any, row: Any) -> list[float]:
+    """How far the losses of each segment move with the tokens of the others, over all ranks. The
+    last one is how far they move with its own. Collective."""
     spans = list(pairwise(accumulate(row.segment_lengths, initial=0)))
 
     def losses(batch: Any) -> list[Tensor]:
@@ -193,17 +192,17 @@ def leaks(engine: Any, row: Any) -> list[bool]:
         slots = part.context.row_index[part.context.label_positions]
         return [found[(slots >= start) & (slots < stop)] for start, stop in spans]
 
-    def differ(batch: Any, number: int) -> bool:
-        same = torch.equal(losses(batch)[number], usual[number])
-        return bool(engine.ranks.sum_over_world(torch.tensor(float(not same))))
+    def moved(batch: Any, number: int) -> float:
+        change = (losses(batch)[number] - usual[number]).abs().sum().reshape(1)
+        return float(engine.ranks.sum_over_world(change))
 
     usual = losses(row)
     found = []
     for number, (start, stop) in enumerate(spans):
         ids = row.input_ids.flip(1)
         ids[:, start:stop] = row.input_ids[:, start:stop]
-        found.append(differ(replace(row, input_ids=ids), number))
-    return [*found, differ(replace(row, input_ids=row.input_ids.flip(1)), 0)]
+        found.append(moved(replace(row, input_ids=ids), number))
+    return [*found, moved(replace(row, input_ids=row.input_ids.flip(1)), 0)]
 
 
 def main(folder: Path, size: int, sharding: str, models: Path, cases: list[str]) -> None:
@@ -212,7 +211,7 @@ def main(folder: Path, size: int, sharding: str, models: Path, cases: list[str])
         which, _, fault = case.partition("+")
         name, _, heads = which.partition("@")
         model = models / name
-        encoder, rows = Encoder(model), rows_of(model, name)
+        encoder, rows = Encoder(model), rows_of(model)
         with FAULTS[fault]():
             split = {"context": size, "context_heads": int(heads) if heads else None}
             engine = make_engine(model, encoder, ranks=ranks, sharding=sharding, **split)

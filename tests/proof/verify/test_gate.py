@@ -195,6 +195,23 @@ def test_replicas_take_one_processs_steps_where_weights_get_no_gradient(made, tm
     assert_same_steps(tmp_path / "two", tmp_path / "one", 2)
 
 
+@pytest.mark.slow
+def test_processes_that_share_rows_are_verified_and_take_one_processs_steps(made, tmp_path):
+    given = settings(made, tmp_path / "one")
+    given["training"] |= {"micro_batch_size": 2, "global_batch_size": 4, "max_steps": 2}
+    vlmpack.finetune(given)
+    recipe = tmp_path / "two.yaml"
+    shared = {**given, "parallelism": {"context": 2}, "run_dir": str(tmp_path / "two")}
+    recipe.write_text(json.dumps(shared))
+    done = finetune_in_ranks(recipe, processes=2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = record(tmp_path / "two")
+    assert found["passes"] and any(
+        check["name"].startswith("gradients") for check in found["checks"]
+    )
+    assert_same_steps(tmp_path / "two", tmp_path / "one", 2)
+
+
 def test_weights_that_no_host_holds_are_refused_before_they_are_read(made, monkeypatch):
     memory.require_room_for_weights(made / "model")
     monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 10)

@@ -91,6 +91,7 @@ class HeadExchange:
             CapabilityError: the ranks do not divide the heads.
         """
         ranks, number = self.group.size(), heads[0].shape[1]
+        assert heads[0].shape[0] * ranks == self.natural_order.shape[0], "inputs were not cut"
         shared = groups[0].shape[1] if groups else number
         if not shares_heads(number, shared, 1, ranks):
             raise CapabilityError(
@@ -168,13 +169,15 @@ class ContextGroup:
             CapabilityError: the model cannot be run so yet.
         """
         why = "has a router with a loss of whole rows" if vlm.router_loss is not None else ""
-        why = "is run whole, by its class's own forward" if vlm.paths.whole is not None else why
         if why:
             raise CapabilityError(f"parallelism.context on the hf engine: the model {why}; use 1")
         vlm.context_group = self
 
-    def part_of(self, batch: Batch) -> PackedBatch:
+    def part_of(self, batch: Batch, *, deals_images: bool = True) -> PackedBatch:
         """The row with what this rank holds of it, on CPU: slots, labels and images.
+
+        Args:
+            deals_images: False for a model that runs whole: it merges all images of the row.
 
         Raises:
             PackingError: as `slice_for_context` and `deal_media`.
@@ -188,7 +191,7 @@ class ContextGroup:
             by_row = cuts_by_row(lengths, size=places, slot=self.slot)
             cut = {"heads": size // places, "by_row": by_row}
         row = slice_for_context(row, rank=rank, size=size, all_sum=all_sum, **cut)
-        return deal_media(row, rank=rank, size=size)
+        return deal_media(row, rank=rank, size=size) if deals_images else row
 
     def exchange(self, part: ContextSlice, lengths: tuple[int, ...]) -> HeadExchange:
         """That of a row of segments of these physical lengths."""

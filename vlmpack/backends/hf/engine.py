@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +282,8 @@ class HFEngine:
             self.module.train(not forward_only)
         self._cast_weights()
         if self.context is not None:
-            data_iterator = map(self.context.part_of, data_iterator)
+            deals = self.paths.whole is None
+            data_iterator = map(partial(self.context.part_of, deals_images=deals), data_iterator)
         reports: list[dict[str, Tensor]] = []
         with nullcontext() if forward_only else self._counting():
             for number in range(num_microbatches):

@@ -25,8 +25,6 @@ Shapes: T slots of the batch, M placeholder tokens, D width, L label tokens, A p
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,6 +46,13 @@ from vlmpack.backends.hf.recurrence import (
     stateful_modules,
 )
 from vlmpack.backends.hf.router_loss import RouterLoss
+from vlmpack.backends.hf.whole_classes import (
+    OWN_SLOTS,
+    cut_inputs,
+    logit_scale,
+    refuse_window_of_masks,
+    without_boundaries,
+)
 from vlmpack.capabilities.refused import refusal
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
@@ -447,59 +452,6 @@ class PackedVLM(PackedLM):
         return self.family.image_features(self.model, move_media(media, device, dtype))
 
 
-BOUNDARIES = (
-    "packed_seq_params",
-    "padded_rows",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "image_masks",
-    "prefix_row",
-    ROW_ARGUMENT,
-)
-"""Keyword arguments that say where samples end."""
-
-
-def logit_scale(model: Any) -> float:
-    """The factor of a class's logits, by the words of its own forward pass.
-
-    IBM's classes divide by `logits_scaling`, Cohere's multiply by `logit_scale`. A class whose
-    config has the entry but whose forward does not use it leaves its logits alone.
-    """
-    source = inspect.getsource(inspect.unwrap(type(model).forward))
-    text = model.config.get_text_config()
-    scale = 1.0
-    if "logits_scaling" in source:
-        scale /= float(getattr(text, "logits_scaling", None) or 1.0)
-    if "logit_scale" in source:
-        scale *= float(getattr(text, "logit_scale", None) or 1.0)
-    return scale
-
-
-def refuse_window_of_masks(language: Any) -> None:
-    """Refuse a class that writes its window into masks alone, because it would train without one.
-
-    vlmpack's attention takes no mask, and `verify` cannot see the difference in samples that fit
-    the window.
-
-    Raises:
-        CapabilityError: its config.json has a window, but its attention gets none.
-    """
-    text = language.config.get_text_config().to_dict()
-    window, kinds = text.get("sliding_window"), text.get("layer_types")
-    used = "sliding_attention" in kinds if kinds else text.get("use_sliding_window") is not False
-    if not window or not used:
-        return
-    source = inspect.getsource(sys.modules[type(language).__module__])
-    if "sliding_window_causal_mask" in source and "sliding_window=" not in source:
-        raise CapabilityError(
-            f"config.json has a sliding_window of {window} tokens, which {type(language).__name__} "
-            f"writes into masks and tells its attention nothing of. Packed rows have no masks, so "
-            f"longer samples would see beyond it"
-        )
-
-
 class _Whole(PackedLM):
     """What runs whole has no embeddings of ours: it is given the row's ids."""
 
@@ -507,6 +459,7 @@ class _Whole(PackedLM):
         super().__init__(model, *given)
         refuse_window_of_masks(self.language)
         self.scale = logit_scale(model)
+        self.language.register_forward_pre_hook(cut_inputs, with_kwargs=True)
 
     def before_head(self, hidden: Tensor) -> Tensor:
         """See `PackedLM.before_head`."""
@@ -515,13 +468,19 @@ class _Whole(PackedLM):
     def _run_whole(
         self, whole: Any, batch: Batch, params: PackedSeqParams | None, **arguments: Any
     ) -> Tensor:
-        """(T, D) final hidden states of every slot."""
+        """(T, D) final hidden states of every slot, or of this rank's slots."""
         if self.router_loss is not None:
             raise CapabilityError(
                 "model.router_aux_loss_coef: a class that no family of ours serves is trained "
                 "without the loss of its router; set it to 0"
             )
         arguments |= _boundaries(batch, params)
+        if batch.context is not None:
+            assert self.context_group is not None
+            arguments["head_exchange"] = self.context_group.exchange(
+                batch.context, batch.segment_lengths
+            )
+            arguments[OWN_SLOTS] = batch.context.row_index
         output = self.call(whole, params, input_ids=batch.input_ids, **arguments)
         hidden: Tensor = output.last_hidden_state
         return hidden.flatten(0, 1)
@@ -535,7 +494,7 @@ class WholeVLM(_Whole, PackedVLM):
         for path in (self.paths.vision, *self.paths.projectors):
             part = _module(model, path)
             if part is not None:
-                part.register_forward_pre_hook(_without_boundaries, with_kwargs=True)
+                part.register_forward_pre_hook(without_boundaries, with_kwargs=True)
 
     def hidden_states(self, batch: Batch, packed_seq_params: PackedSeqParams | None) -> Tensor:
         """(T, D) final hidden states of every slot; raises as `PackedLM.hidden_states`."""
@@ -588,9 +547,3 @@ def packed_model(model: nn.Module, encoder: Encoder) -> PackedLM:
 
 def _module(model: nn.Module, path: str | None) -> nn.Module | None:
     return dict(model.named_modules()).get(path) if path is not None else None
-
-
-def _without_boundaries(
-    module: nn.Module, args: Any, kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    return args, {name: value for name, value in kwargs.items() if name not in BOUNDARIES}

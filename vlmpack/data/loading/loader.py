@@ -135,6 +135,8 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
         self.policy = policy
         # Made here, so that no worker reads the model folder for its first row.
         self._tower_rule = encoder.family.tower_rule_of(encoder.folder)
+        # A class that runs whole merges all images of a row on each process that shares it.
+        self._shares_images = encoder.family.modules.whole is None
 
     def read(self, request: BinRequest) -> Sequence[Any]:
         """What is read of each sample of a bin; what fails is a DataError in its place."""
@@ -169,7 +171,8 @@ class BinDataset(Dataset[MicroBatch | SkippedSample]):
         started = time.perf_counter()
         readings = iter(self.read(replace(request, samples=references)))
         read_seconds = time.perf_counter() - started
-        for ref, owners in zip(request.samples, request.owners, strict=True):
+        for ref, owner in zip(request.samples, request.owners, strict=True):
+            owners = owner if self._shares_images else None
             if ref.number in agreed:
                 skipped.append(agreed[ref.number])
                 continue
