@@ -167,6 +167,11 @@ def no_mask() -> AbstractContextManager[Any]:
     return patch.object(ring, "_tiles", tiles)
 
 
+def by_segments() -> AbstractContextManager[Any]:
+    """No fault: each segment is cut, whatever it costs. Rows as short as these are cut whole."""
+    return patch.object(shared, "cuts_by_row", lambda lengths, **_: False)
+
+
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "": nullcontext,
     "other heads": other_heads,
@@ -177,6 +182,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "skipped block": skipped_block,
     "other blocks": other_blocks,
     "no mask": no_mask,
+    "by segments": by_segments,
 }
 
 
@@ -221,7 +227,9 @@ def main(folder: Path, size: int, sharding: str, models: Path, cases: list[str])
             with patch.object(traffic_module, "SMALL", 0), Traffic(counted) as traffic:
                 loss, ours = gradients(engine, rows)
             text = next(row for row in rows if len(row.keys) > 1 and row.media is None)
-            seen = leaks(engine, text) if sharding == "none" and not fault else []
+            seen = (
+                leaks(engine, text) if sharding == "none" and fault in ("", "by segments") else []
+            )
         by_ring = torch.tensor(float(traffic.bytes["CP ring", "send"]))
         by_ring = ranks.sum_over_world(by_ring) / ranks.dp_size
         if ranks.is_main:

@@ -171,8 +171,11 @@ BOTH = "exchange of heads between 2, and a ring of 2 such groups"
 IN_FOUR = {
     "qwen2_5_vl": BOTH,
     "qwen2_5_vl@1": "4 share each row by a ring of 4",
+    "qwen2_5_vl+by segments": BOTH,
+    "llama@1+by segments": "4 share each row by a ring of 4",
     "qwen2_5_vl@4": "by exchange of heads)",
     "gemma3_text": BOTH,
+    "qwen3_5@2": BOTH,
     "gemma4": "by exchange of heads)",
     "deepseek_v3": "by exchange of heads)",
 }
@@ -229,6 +232,14 @@ def test_rings_of_some_heads_send_what_is_read(
 ) -> None:
     found = in_four[name]
     assert 0 < found["by_ring"] == sent_by_rings(found, size)
+
+
+@pytest.mark.slow
+def test_rows_are_cut_both_ways(in_four: dict[str, Any]) -> None:
+    """Rows of several segments, which send less if they are cut whole."""
+    whole, cut = in_four["qwen2_5_vl"], in_four["qwen2_5_vl+by segments"]
+    assert whole["lengths"] == cut["lengths"]
+    assert whole["by_ring"] < 0.9 * cut["by_ring"]
 
 
 @pytest.mark.slow

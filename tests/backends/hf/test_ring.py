@@ -10,7 +10,7 @@ from support.shards import TINY_MODEL
 from torch import Tensor
 
 from vlmpack.attention import segment_attention
-from vlmpack.attention.prefix_attention import Qkv, merge_lse
+from vlmpack.attention.prefix_attention import Qkv, VarlenCall, merge_lse
 from vlmpack.backends.hf import ring
 from vlmpack.backends.hf.ring import (
     Sight,
@@ -84,17 +84,45 @@ def test_the_cost_model_counts_what_is_seen_and_read(lengths, by_row, size) -> N
         )
 
 
-@pytest.mark.parametrize("tile", [3, 512])
-@pytest.mark.parametrize("by_row", [False, True])
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("lengths", ROWS)
-def test_merged_steps_are_attention(lengths, window, by_row, tile, monkeypatch) -> None:
-    """Outputs, and gradients of all inputs, in float64."""
-    monkeypatch.setattr(ring, "TILE", tile)
-    torch.manual_seed(0)
-    whole = [
-        torch.randn(sum(lengths), 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)
-    ]
+class BoundaryKernel:
+    """A kernel that knows boundaries alone, as those of CUDA do."""
+
+    def forward(self, qkv: Qkv, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
+        """See VarlenKernel."""
+        scores = self._scores(qkv, call, scale)
+        lse = scores.logsumexp(-1)
+        return torch.einsum("hqk,khd->qhd", (scores - lse[..., None]).exp(), qkv.value), lse
+
+    def backward(
+        self, grad: Tensor, qkv: Qkv, out: Tensor, lse: Tensor, call: VarlenCall, scale: float
+    ) -> Qkv:
+        """See VarlenKernel."""
+        weights = (self._scores(qkv, call, scale) - lse[..., None]).exp()
+        change = torch.einsum("qhd,khd->hqk", grad, qkv.value) - (grad * out).sum(-1).T[..., None]
+        change = change * weights * scale
+        return Qkv(
+            torch.einsum("hqk,khd->qhd", change, qkv.key),
+            torch.einsum("hqk,qhd->khd", change, qkv.query),
+            torch.einsum("hqk,qhd->khd", weights, grad),
+        )
+
+    def _scores(self, qkv: Qkv, call: VarlenCall, scale: float) -> Tensor:
+        assert [int(cu[-1]) for cu in (call.cu_q, call.cu_k)] == [len(qkv.query), len(qkv.key)]
+        assert [int(cu.diff().max()) for cu in (call.cu_q, call.cu_k)] == [call.max_q, call.max_k]
+        slots = [torch.arange(int(cu[-1]), dtype=torch.int32) for cu in (call.cu_q, call.cu_k)]
+        of, run = (
+            torch.searchsorted(cu[1:], at, right=True)
+            for cu, at in zip((call.cu_q, call.cu_k), slots, strict=True)
+        )
+        shown = of[:, None] == run
+        if call.causal:
+            shown &= slots[0][:, None] >= slots[1]
+        scores = torch.einsum("qhd,khd->hqk", qkv.query, qkv.key) * scale
+        return scores.masked_fill(~shown, -torch.inf)
+
+
+def attended(whole: list[Tensor], lengths: tuple[int, ...], window: int | None) -> Tensor:
+    """By one process."""
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     params = PackedSeqParams(
         cu_seqlens_q=cu,
@@ -103,35 +131,53 @@ def test_merged_steps_are_attention(lengths, window, by_row, tile, monkeypatch) 
         max_seqlen_kv=max(lengths),
         segment_lengths=lengths,
     )
-    expected = segment_attention(*whole, params, window=window)
+    return segment_attention(*whole, params, window=window)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tile", "window"),
+    [
+        (TiledKernel(), 512, None),
+        (TiledKernel(), 3, None),
+        (TiledKernel(), 512, 9),
+        (TiledKernel(), 3, 9),
+        (BoundaryKernel(), 512, None),
+    ],
+)
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("lengths", ROWS)
+def test_merged_steps_are_attention(lengths, by_row, kernel, tile, window, monkeypatch) -> None:
+    """Outputs, and gradients of all inputs, in float64. Two query heads share one of keys."""
+    monkeypatch.setattr(ring, "TILE", tile)
+    torch.manual_seed(0)
+    whole = [
+        torch.randn(sum(lengths), heads, 8, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2, 2)
+    ]
+    expected = attended(whole, lengths, window)
     grad = torch.randn_like(expected)
     expected.backward(grad)
     query, key, value = (part.detach() for part in whole)
-    kernel, scale = TiledKernel(), 8**-0.5
+    pairs, step = torch.cat([key, value], dim=-1), ring._Step(kernel, 2, 8**-0.5)
     slots, starts = held(lengths, 4, by_row), starts_of(lengths)
-    gradients = [torch.zeros_like(part) for part in (query, key, value)]
+    of_query, of_pairs = torch.zeros_like(query), torch.zeros_like(pairs)
     for number, reader in enumerate(slots):
-        steps = []
-        for owner in [reader, *slots[:number], *slots[number + 1 :]]:
-            sight = Sight.of(reader, owner, starts, window, CPU)
-            keys = owner[sight.keys]
-            steps.append((sight, reader[sight.queries], keys))
-        merged = None
-        for sight, mine, keys in steps:
-            if len(mine):
-                qkv = Qkv(query[mine], key[keys], value[keys])
-                part = kernel.forward(qkv, sight, scale)
-                merged = part if merged is None else merge_lse(merged, part, sight.queries)
-        out, lse = merged
-        torch.testing.assert_close(out, expected[reader].detach(), rtol=1e-12, atol=1e-12)
-        for sight, mine, keys in steps:
-            qkv = Qkv(query[mine], key[keys], value[keys])
-            of = grad[mine], qkv, out[sight.queries], lse[:, sight.queries]
-            for total, at, more in zip(
-                gradients, (mine, keys, keys), kernel.backward(*of, sight, scale), strict=True
-            ):
-                total.index_add_(0, at, more)
-    for ours, part in zip(gradients, whole, strict=True):
+        owners = [reader, *slots[:number], *slots[number + 1 :]]
+        sights = [(owner, Sight.of(reader, owner, starts, window, CPU)) for owner in owners]
+        steps = [(one, reader[one.queries], owner[one.keys]) for owner, one in sights]
+        (own, mine, keys), *others = [one for one in steps if len(one[1])]
+        merged = step.forward(query[mine], pairs[keys], own)
+        for sight, mine, keys in others:
+            part = step.forward(query[mine], pairs[keys], sight)
+            merged = merge_lse(merged, part, sight.queries)
+        torch.testing.assert_close(merged[0], expected[reader].detach(), rtol=1e-12, atol=1e-12)
+        of = grad[reader], merged[0], merged[1].T
+        for sight, mine, keys in [(own, reader, reader), *others]:
+            given = sight.of_queries(*of)
+            first, second = step.backward(query[mine], pairs[keys], sight, given)
+            of_query.index_add_(0, mine, first)
+            of_pairs.index_add_(0, keys, second)
+    for ours, part in zip((of_query, *of_pairs.chunk(2, dim=-1)), whole, strict=True):
         torch.testing.assert_close(ours, part.grad, rtol=1e-11, atol=1e-11)
 
 

@@ -45,7 +45,7 @@ class HeadExchange:
     """The exchange of one row.
 
     Args:
-        natural_order: (T,) int64, see `ContextSlice`; on a ring (T / R,), of the slots there.
+        natural_order: (T,) int64, see `ContextSlice`; (T / R,) before a ring.
         heads: the exchange before attention on a ring; None where no ranks exchange heads there.
         ring: the row on a ring; None where ranks attend over the whole row.
     """
@@ -154,7 +154,8 @@ class ContextGroup:
         ]
         ring, _ = dist.new_subgroups_by_enumeration(rings)
         assert ring is not None
-        dist.barrier(ring)  # NCCL wants a first call of all ranks, and steps are of two
+        # NCCL wants a first call of all ranks, and steps may be of two.
+        dist.all_reduce(torch.zeros(1, device=ranks.device), group=ring)
         return cls(group, of_heads, ring, slot)
 
     def described(self) -> str:
