@@ -262,6 +262,7 @@ def test_every_key_is_either_identity_or_free(minimal):
         "training.on_sentinel=warn",
         "training.on_non_finite=skip",  # free: as the limits of bad samples are
         "training.max_skipped_steps=9",
+        "training.dump_pixels=true",
         *IMAGES,
         *TRAINABLE,
     ]

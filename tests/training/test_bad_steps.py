@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.checkpoints import stored_tensors
 from support.engines import engine_of
 from support.forked import run_ranks
@@ -191,6 +192,7 @@ def test_a_long_run_ends_by_itself(
         training__global_batch_size=2,
         training__on_non_finite="skip",
         training__max_skipped_steps=20,
+        training__dump_pixels=True,
         checkpoint__interval_steps=500,
     )
     copies(Path(values["data"]["train"]), 2 * length)
@@ -200,6 +202,7 @@ def test_a_long_run_ends_by_itself(
         return train.batches(train.start(), rank=0, dp=1, max_steps=length)
 
     plants, bad, transient = dict[str, str](), list[int](), list[str]()
+    rows_of = dict[int, Any]()
     for number, step in enumerate(batches(), 1):
         row = step.micro_batches[0].batch
         if number % apart == apart // 2:
@@ -208,6 +211,7 @@ def test_a_long_run_ends_by_itself(
                 place = "layer"  # its first sample has no image
             plants[row.keys[0]] = place
             bad.append(number)
+            rows_of[number] = row
             transient += [row.keys[0]] if len(bad) % transient_each == 0 else []
     assert len(plants) == len(bad) == length // apart and transient
     finetune(values, objective=planted(plants, transient))
@@ -220,6 +224,12 @@ def test_a_long_run_ends_by_itself(
     for step, key in zip(bad, plants, strict=True):
         dump = json.loads((run_dir.dumps / f"step-{step:08d}.json").read_text())
         assert dump["repeats"] is (key not in transient)
+        pixels = load_file(run_dir.dumps / f"step-{step:08d}.rank-0.safetensors")
+        assert torch.equal(pixels.pop("0.input_ids"), rows_of[step].input_ids)
+        if rows_of[step].media is not None:
+            assert torch.equal(pixels.pop("0.pixel_values"), rows_of[step].media.pixel_values)
+        assert not pixels
+    assert any(row.media is not None for row in rows_of.values())
     for step, key in [*zip(bad, plants, strict=True)][:replayed]:
         path = run_dir.dumps / f"step-{step:08d}.json"
         again = replay(path, objective=planted(plants, transient), at_checkpoint=True)

@@ -388,6 +388,10 @@ class TrainingSection(Section):
     """With `skip`, the most steps that may be skipped in any 1,000. Ten in a row always end the
     run."""
 
+    dump_pixels: bool = False
+    """Beside the dump of a step, each process writes the token ids and pixels of its rows as
+    safetensors. They show the images that were trained, so keep them where the data may be."""
+
     cuda_graphs: Literal["none", "decoder"] = "none"
     """`decoder` replays the decoder of planned rows with CUDA graphs. Rows are filled up to
     `packing.max_tokens`, and what is trained stays the same. A CPU can run it for a try, but not

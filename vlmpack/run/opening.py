@@ -190,6 +190,7 @@ def _trainer(
                 skips=training.on_non_finite == "skip",
                 most=training.max_skipped_steps,
                 seed=training.seed,
+                pixels=training.dump_pixels,
             ),
         ),
     )

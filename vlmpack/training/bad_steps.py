@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import GlobalStep
@@ -52,6 +53,7 @@ class BadSteps(Listener):
         skips: whether the run goes on (`training.on_non_finite: skip`).
         most: skipped steps in any WINDOW; `training.max_skipped_steps`.
         seed: the run's.
+        pixels: whether the rows' token ids and pixels are written too.
         steps: numbers of the steps that were skipped, the latest WINDOW steps alone.
     """
 
@@ -61,6 +63,7 @@ class BadSteps(Listener):
     skips: bool
     most: int
     seed: int
+    pixels: bool = False
     steps: list[int] = field(default_factory=list)
 
     def judge(self, found: NonFiniteStep, data: GlobalStep, step: int) -> StepSums:
@@ -130,6 +133,21 @@ class BadSteps(Listener):
                 write_atomically(path, json.dumps(DUMP.mark(content), indent=1) + "\n")
 
         self.ranks.on_main(write)
+        if self.pixels:
+            with self.ranks.raised_by_all(RunDirError):
+                self._write_pixels(path.with_suffix(f".rank-{self.ranks.rank}.safetensors"), data)
+
+    def _write_pixels(self, path: Path, data: GlobalStep) -> None:
+        """The rows of this rank: `0.input_ids`, and `0.pixel_values` of the images that it makes,
+        as the tower gets them or as levels (`Media.table`)."""
+        tensors = {}
+        for place, one in enumerate(data.micro_batches):
+            tensors[f"{place}.input_ids"] = one.batch.input_ids
+            if one.batch.media is not None:
+                tensors[f"{place}.pixel_values"] = one.batch.media.pixel_values
+        with writing(path, RunDirError):
+            whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            write_atomically(path, save(whole, metadata={"step": path.name[5:13]}))
 
     def _rows(self, found: NonFiniteStep, data: GlobalStep) -> list[dict[str, Any]]:
         """What a dump has of this rank's micro-batches: those that it computes the loss of."""
