@@ -223,12 +223,6 @@ CASES = [
         {"training.global_batch_size": 20},
     ),
     (
-        "hf_routers_see_whole_rows",
-        {"parallelism.context": 2, "model.router_aux_loss_coef": 0.01},
-        "model.router_aux_loss_coef: 0.01, but with model.backend: hf and parallelism.context 2",
-        {"model.router_aux_loss_coef": 0.01},
-    ),
-    (
         "graphs_hold_whole_rows_on_hf",
         ONLINE | {"parallelism.context": 2, "training.cuda_graphs": "decoder"},
         "training.cuda_graphs: 'decoder', but parallelism.context is 2, and no graph has recorded",

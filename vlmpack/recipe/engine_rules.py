@@ -183,19 +183,6 @@ def context_heads_need_hf(model: ModelSection, parallelism: ParallelismSection) 
     return [Problem(("parallelism", "context_heads"), message)]
 
 
-def hf_routers_see_whole_rows(
-    model: ModelSection, parallelism: ParallelismSection
-) -> list[Problem]:
-    """A router's loss is of all tokens of a row."""
-    if model.backend != "hf" or parallelism.context == 1 or not model.router_aux_loss_coef:
-        return []
-    message = (
-        f"{model.router_aux_loss_coef}, but with model.backend: hf and parallelism.context "
-        f"{parallelism.context} each process routes a part of a row; use 0, or model.backend: mcore"
-    )
-    return [Problem(("model", "router_aux_loss_coef"), message)]
-
-
 def sequence_needs_tensor(model: ModelSection, parallelism: ParallelismSection) -> list[Problem]:
     """Sequence parallelism shards over the tensor-parallel processes."""
     if model.backend != "mcore" or not parallelism.sequence or parallelism.tensor > 1:

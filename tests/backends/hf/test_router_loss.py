@@ -1,9 +1,10 @@
 """The load-balancing loss on the hf engine: over real tokens, as transformers and mcore have it.
 
-Gradients of a mixture of experts with its load-balancing loss, on two replicas.
+Gradients of a mixture of experts with its load-balancing loss, on two replicas, or of two processes
+that share rows.
 
-Run as: test_router_loss.py MODEL FOLDER, in each process; the main one writes
-FOLDER/{none,fsdp}.safetensors, and in .json beside what a step reports.
+Run as: test_router_loss.py MODEL FOLDER CONTEXT, in each process; the main one writes
+FOLDER/{none,fsdp,shared}.safetensors, and in .json beside what a step reports.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from vlmpack.backends.engine import ROUTER_SUM
 from vlmpack.backends.hf import router_loss as module
 from vlmpack.backends.hf.router_loss import (
     RouterLoss,
+    balance_loss,
     describe_router_loss,
-    layer_loss,
+    routed,
     router_loss,
 )
 from vlmpack.distributed import start_process_group
@@ -56,15 +58,20 @@ def rows_of_ranks(model: Path) -> list:
     return [COLLATE_TIGHT([samples[index] for index in bin_]) for bin_ in layouts.BINS]
 
 
-def main(model: Path, folder: Path) -> None:
-    """Two micro-batches each, accumulated and reduced."""
-    ranks = start_process_group()
+WAYS = {
+    1: {"none": {}, "fsdp": {"sharding": "fsdp"}},
+    2: {"shared": {"context": 2}},
+}
+"""By processes to a row: the settings of each way to have two."""
+
+
+def main(model: Path, folder: Path, context: int) -> None:
+    """The micro-batches of each replica, accumulated and reduced."""
+    ranks = start_process_group(context=context)
     mine = rows_of_ranks(model)[ranks.dp_rank :: ranks.dp_size]
-    assert len(mine) == 2
-    for sharding in ("none", "fsdp"):
-        engine = make_engine(
-            model, Encoder(model), ranks=ranks, aux_loss=AUX_LOSS, sharding=sharding
-        )
+    assert len(mine) == 2 * context
+    for way, split in WAYS[context].items():
+        engine = make_engine(model, Encoder(model), ranks=ranks, aux_loss=AUX_LOSS, **split)
         engine.zero_gradients()
         engine.forward_backward(forward_step, iter(mine), num_microbatches=len(mine))
         engine.finish_gradients(torch.tensor(7.0), None)
@@ -78,9 +85,9 @@ def main(model: Path, folder: Path) -> None:
         stepper.schedule = lambda step: 0.0
         sums, _ = stepper.train(0, mine, num_skipped=0, stop=False)
         if ranks.is_main:
-            save_file(whole, str(folder / f"{sharding}.safetensors"))
+            save_file(whole, str(folder / f"{way}.safetensors"))
             reported = json.dumps(stepper.reported(sums))
-            (folder / f"{sharding}.json").write_text(reported, encoding="utf-8")
+            (folder / f"{way}.json").write_text(reported, encoding="utf-8")
 
 
 pytestmark = pytest.mark.filterwarnings(
@@ -308,21 +315,29 @@ def test_ghost_segments_and_empty_rows_add_nothing(engines, samples):
 @pytest.fixture(scope="module")
 def on_two_replicas(folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("replicas")
-    check_ranks([__file__, folder, out], 2)
+    check_ranks([__file__, folder, out, "1"], 2)
     return out
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("sharding", ["none", "fsdp"])
-def test_two_replicas_have_the_gradients_of_one_process(folder, engines, on_two_replicas, sharding):
-    """DDP and FSDP2, two micro-batches each."""
-    found = load_file(str(on_two_replicas / f"{sharding}.safetensors"))
+@pytest.fixture(scope="module")
+def sharing_rows(folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("shared")
+    check_ranks([__file__, folder, out, "2"], 2)
+    return out
+
+
+@pytest.mark.cases(slow="shared")
+@pytest.mark.parametrize("way", ["none", "fsdp", "shared"])
+def test_two_processes_have_the_gradients_of_one(request, folder, engines, way):
+    """DDP and FSDP2 with two micro-batches each, and four that are shared."""
+    written = request.getfixturevalue("sharing_rows" if way == "shared" else "on_two_replicas")
+    found = load_file(str(written / f"{way}.safetensors"))
     rows = rows_of_ranks(folder)
     expected = {name: value / 7.0 for name, value in gradients(engines[WEIGHT], rows).items()}
     assert worst(found, expected) < TOLERANCE
     without = {name: value / 7.0 for name, value in gradients(engines[0.0], rows).items()}
     assert worst(found, without) > FOUND
-    reported = json.loads((on_two_replicas / f"{sharding}.json").read_text())
+    reported = json.loads((written / f"{way}.json").read_text())
     assert reported == pytest.approx(step_of(engines[WEIGHT], rows)[0], rel=1e-6)
 
 
@@ -338,11 +353,13 @@ def test_layers_that_are_recomputed_count_once(folder, samples, engines):
 def test_a_layer_whose_experts_are_chosen_alike_has_a_loss_of_one():
     logits = torch.eye(4).repeat(6, 1) * 1e-4
     logits += logits.roll(1, dims=1)
-    assert float(layer_loss(logits, torch.ones(24, dtype=torch.bool), 2)) == pytest.approx(1.0)
+    assert float(
+        balance_loss(routed(logits, torch.ones(24, dtype=torch.bool), 2), 2)
+    ) == pytest.approx(1.0)
     one_sided = torch.tensor([[9.0, 8.0, 0.0, 0.0]]).repeat(24, 1)
-    found = float(layer_loss(one_sided, torch.ones(24, dtype=torch.bool), 2))
+    found = float(balance_loss(routed(one_sided, torch.ones(24, dtype=torch.bool), 2), 2))
     assert found == pytest.approx(2.0, rel=1e-3)
-    assert float(layer_loss(one_sided, torch.zeros(24, dtype=torch.bool), 2)) == 0.0
+    assert float(balance_loss(routed(one_sided, torch.zeros(24, dtype=torch.bool), 2), 2)) == 0.0
 
 
 def test_who_has_such_a_loss_and_what_is_said(folder, tiny_folder, engines):
@@ -368,4 +385,4 @@ def test_who_has_such_a_loss_and_what_is_said(folder, tiny_folder, engines):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

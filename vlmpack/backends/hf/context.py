@@ -163,17 +163,6 @@ class ContextGroup:
         heads = self.heads.size() if self.heads is not None else 1
         return shared_by(self.group.size(), heads)
 
-    def take(self, vlm: Any) -> None:
-        """Have these ranks share the rows of a `PackedLM`.
-
-        Raises:
-            CapabilityError: the model cannot be run so yet.
-        """
-        why = "has a router with a loss of whole rows" if vlm.router_loss is not None else ""
-        if why:
-            raise CapabilityError(f"parallelism.context on the hf engine: the model {why}; use 1")
-        vlm.context_group = self
-
     def part_of(self, batch: Batch, *, deals_images: bool = True) -> PackedBatch:
         """The row with what this rank holds of it, on CPU: slots, labels and images.
 

@@ -153,9 +153,7 @@ class HFEngine:
         balance = self.vlm.router_loss = router_loss(language, model.router_aux_loss_coef)
         self.router_sum = None if balance is None else balance.sum
         self.compiled = CompiledLayers(loaded) if model.compile else None
-        self.context = _context(ranks, model, split)
-        if self.context is not None:
-            self.context.take(self.vlm)
+        self.context = self.vlm.context_group = _context(ranks, model, split)
         self.sync_each = split.gradient_sync == "micro_batch"
         self.module: nn.Module = self.vlm
         # Autocast is ours: accelerate keeps its mixed precision per process, not per model.

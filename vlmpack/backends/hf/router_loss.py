@@ -7,7 +7,7 @@ The loss is over the real tokens of each micro-batch:
 
 The loss is weighted by the micro-batch's real tokens, as the losses of label tokens are summed. The
 mcore engine adds the same number. It is not part of any sample's loss, and is reported separately.
-Nothing is read on the host.
+Nothing is read on the host. Ranks that share a row add up what each counts of it.
 
 Experts are computed by one of transformers' forms, chosen once and reported:
 
@@ -52,34 +52,49 @@ class RouterLoss:
 
         Args:
             hidden: (T, D), on the way to the losses.
-            logits: (T, E) of each layer with experts.
+            logits: (T, E) of each layer with experts; of this rank's slots where ranks share a row.
         """
         row = padded_as_row(batch) if isinstance(batch, PaddedBatch) else batch
         real = ~padding_mask(row).flatten().to(hidden.device, non_blocking=True)
-        losses = torch.stack([layer_loss(layer, real, self.top_k) for layer in logits])
-        self.sum.add(batch.num_tokens * losses.mean())
+        part = batch.context
+        own = real if part is None else real.index_select(0, part.row_index)
+        sums = torch.stack([routed(layer, own, self.top_k) for layer in logits])
+        if part is not None:  # ranks that share the row: all have its sums
+            assert part.all_sum is not None
+            sums = part.all_sum(sums)
+        losses = torch.stack([balance_loss(layer, self.top_k) for layer in sums])
+        self.sum.add(batch.num_tokens / (1 if part is None else part.size) * losses.mean())
         loss = self.coefficient * batch.num_tokens * losses.sum()
         output: Tensor = _WithLoss.apply(hidden, loss)  # type: ignore[no-untyped-call]
         return output
 
 
-def layer_loss(logits: Tensor, real: Tensor, top_k: int) -> Tensor:
-    """The load-balancing loss of one layer, 0-d; 1 where all experts are chosen alike.
+def routed(logits: Tensor, real: Tensor, top_k: int) -> Tensor:
+    """(2, E): how often a layer chose each expert, and the sum of its probabilities over tokens.
 
     Args:
         logits: (T, E) of the router.
         real: (T,) bool, whether a slot holds a token.
     """
-    experts = logits.shape[-1]
     probabilities = torch.softmax(logits.float(), dim=-1)
     chosen = probabilities.detach().topk(top_k, dim=-1).indices
     weights = real.float()
-    tokens = weights.sum().clamp(min=1)
-    counts = weights.new_zeros(experts).index_add_(
+    counts = weights.new_zeros(logits.shape[-1]).index_add_(
         0, chosen.flatten(), weights.repeat_interleave(top_k, output_size=chosen.numel())
     )
-    mean = (probabilities * weights[:, None]).sum(dim=0) / tokens
-    return experts * (counts / (tokens * top_k) * mean).sum()
+    return torch.stack([counts, (probabilities * weights[:, None]).sum(dim=0)])
+
+
+def balance_loss(sums: Tensor, top_k: int) -> Tensor:
+    """The load-balancing loss of one layer, 0-d; 1 where all experts are chosen alike.
+
+    Args:
+        sums: (2, E), see `routed`.
+    """
+    counts, probabilities = sums
+    tokens = (counts.sum() / top_k).clamp(min=1)
+    loss: Tensor = sums.shape[1] * (counts / (tokens * top_k) * (probabilities / tokens)).sum()
+    return loss
 
 
 def router_loss(language: Any, coefficient: float) -> RouterLoss | None:
