@@ -111,6 +111,7 @@ class TrainedSizes:
         before_graph: parameters of frozen components before the first trained one, which no
             gradient passes; without adapters.
         narrow: frozen weights that the hf engine holds in bfloat16, if it computes in it.
+        narrow_experts: those of them of routed experts.
         narrow_in_graph: those of them that are not before the graph.
         rounded: trained weights that are bfloat16, as are their gradients and moments.
     """
@@ -127,6 +128,7 @@ class TrainedSizes:
     packed: tuple[PackedSizes, PackedSizes, PackedSizes] = (NO_PACKED,) * 3
     before_graph: int = 0
     narrow: int = 0
+    narrow_experts: int = 0
     narrow_in_graph: int = 0
     rounded: int = 0
     dora: bool = False
@@ -164,7 +166,7 @@ def copy_bytes(
         return 0
     wide = sizes.embedding + sizes.vectors
     if trained.dora and not mcore:  # norms are taken of weights that bfloat16 has not exactly
-        wide = sizes.parameters - sizes.experts - trained.narrow
+        wide = sizes.parameters - sizes.experts - (trained.narrow - trained.narrow_experts)
     packed = trained.packed[0]
     narrow = (2 if model.dtype == "bfloat16" else 4) * (sizes.parameters - wide - packed.weights)
     return narrow + packed.bytes + 4 * (wide + (0 if mcore else trained.adapters))
@@ -215,7 +217,7 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
             break
         before_graph += count.parameters
         in_front.add(count.component)
-    narrow = _narrow(model, policy, encoder, packings)
+    narrow, narrow_experts = _narrow(model, policy, encoder, packings)
     images = [own[name] for name in ("vision", "projector") if name in own]
     counts = tuple(count_components(chain(base, added), policy, paths))
     adapters = {one.component: one.parameters for one in count_components(added, policy, paths)}
@@ -233,6 +235,7 @@ def trained_sizes(policy: TrainingPolicy, encoder: Encoder) -> TrainedSizes:
         packed=_packed(model, packings),
         before_graph=before_graph,
         narrow=sum(narrow.values()),
+        narrow_experts=narrow_experts,
         rounded=rounded,
         dora=policy.has_dora,
         narrow_in_graph=sum(n for component, n in narrow.items() if component not in in_front),
@@ -267,10 +270,12 @@ def _rounded(model: Any, policy: TrainingPolicy, encoder: Encoder) -> int:
 
 def _narrow(
     model: Any, policy: TrainingPolicy, encoder: Encoder, packings: Iterable[str]
-) -> dict[Component, int]:
-    """Frozen weights of each component that the folder, and so memory, holds in bfloat16."""
+) -> tuple[dict[Component, int], int]:
+    """Frozen weights of each component that the folder, and so memory, holds in bfloat16, and how
+    many of all are those of routed experts."""
+    from vlmpack.backends.hf.adapted_experts import expert_weights
     from vlmpack.backends.hf.adapters import set_trainable
-    from vlmpack.backends.hf.frozen import frozen_matrices
+    from vlmpack.backends.hf.frozen import frozen_weights
 
     stored = _Stored.of(encoder.folder)
     paths = encoder.family.modules
@@ -278,13 +283,14 @@ def _narrow(
     packed = {id(model.get_submodule(name).weight) for name in packings}
     names_of = {id(value): name for name, value in model.named_parameters()}
     counts: dict[Component, int] = {}
-    for module in frozen_matrices(model):
-        weight: Any = module.weight
+    of_experts, experts = 0, set(map(id, expert_weights(model)))
+    for weight in frozen_weights(model):
         if id(weight) not in packed:
             component = component_of(names_of[id(weight)], paths)
             narrow = round(weight.numel() * stored.narrow_share(tuple(weight.shape)))
             counts[component] = counts.get(component, 0) + narrow
-    return counts
+            of_experts += narrow * (id(weight) in experts)
+    return counts, of_experts
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.engines import engine_of, make_stepper, policy, single_rank
-from support.families import FAMILIES, TEXT_FAMILIES, model_type_of, tiny_family_folder
+from support.families import FAMILIES, TEXT_FAMILIES, tiny_family_folder
 from support.shards import mixed_samples, text_samples
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionPatchEmbed
 
 from vlmpack.backends.hf import engine as engine_module
+from vlmpack.backends.hf.adapted_experts import expert_weights
 from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.hf.frozen import frozen_matrices, hold_narrow, quantize_layers, read_by_dtype
-from vlmpack.capabilities.served import SERVED
 from vlmpack.encode import Encoder
 from vlmpack.forecast.trained import trained_sizes
 from vlmpack.packing import PackCollator
@@ -50,14 +50,16 @@ def losses_and_weights(engine: HFEngine, batch: Any) -> tuple[list[Any], dict[st
     return losses, {name: value.detach().clone() for name, value in engine.parameters()}
 
 
-@pytest.mark.cases(slow="gemma3")
-@pytest.mark.parametrize(
-    "name",
-    [name for name in FAMILIES if "LoRA" not in SERVED[model_type_of(name)].limits],
-)
+WITH_EXPERTS = ("deepseek_v3", "nemotron_h", "nemotron_h_omni")
+
+
+@pytest.mark.cases(slow=["gemma3", "qwen3_vl_moe", "deepseek_v3@experts"])
+@pytest.mark.parametrize("case", [*FAMILIES, "qwen3_vl_moe@experts", "deepseek_v3@experts"])
 def test_training_beside_them_is_that_beside_float32(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    name, _, adapted = case.partition("@")
+    targets = ("attention", adapted) if adapted else "all-linear"
     source = tiny_family_folder(name, tmp_path / "model")
     folder = tmp_path / "narrow"
     folder.mkdir()
@@ -70,15 +72,20 @@ def test_training_beside_them_is_that_beside_float32(
         pad_token_id=encoder.pad_token_id, num_position_axes=encoder.num_position_axes
     )
     batch = collate([encoder.encode(sample.cooked()) for sample in samples])
-    ours = narrow_engine(folder, encoder, alone)
+    ours = narrow_engine(folder, encoder, alone, targets=targets)
     with monkeypatch.context() as patch:
         patch.setattr(engine_module, "hold_narrow", lambda model: 0)
-        wide = narrow_engine(folder, encoder, alone)
+        wide = narrow_engine(folder, encoder, alone, targets=targets)
+    experts = expert_weights(ours.vlm.model)
+    assert bool(experts) == ("moe" in name or "mixture" in name or name in WITH_EXPERTS)
+    assert all(weight.dtype is torch.bfloat16 for weight in experts)
     narrow = sum(p.numel() for p in ours.vlm.model.parameters() if p.dtype is torch.bfloat16)
     assert narrow > 0.3 * sum(p.numel() for p in ours.vlm.model.parameters()), "guard"
     assert not [p for p in wide.vlm.model.parameters() if p.dtype is torch.bfloat16], "guard"
     assert f"{narrow:,} weights in bfloat16" in ours.description["frozen"]
-    assert trained_sizes(ours.policy, encoder).narrow == narrow, "what plan counts"
+    planned = trained_sizes(ours.policy, encoder)
+    assert planned.narrow == narrow, "what plan counts"
+    assert planned.narrow_experts == sum(weight.numel() for weight in experts)
     assert losses_and_weights(ours, batch)[0] == losses_and_weights(wide, batch)[0]
     for (name_a, a), (name_b, b) in zip(ours.parameters(), wide.parameters(), strict=True):
         assert name_a == name_b and torch.equal(a, b)

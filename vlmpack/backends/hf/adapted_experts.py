@@ -56,6 +56,15 @@ def expert_tensors(experts: nn.Module) -> list[str]:
     return [name for name, value in experts.named_parameters(recurse=False) if value.ndim == 3]
 
 
+def expert_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The matrices of experts, which any form multiplies in the compute dtype."""
+    return [
+        part.get_parameter(name)
+        for _, part in expert_modules(model)
+        for name in expert_tensors(part)
+    ]
+
+
 def is_adaptable(experts: Any) -> bool:
     """Whether `adapted_experts` computes all that a module of experts does."""
     return not (experts.has_bias or experts.has_post_expert_norm)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from vlmpack.backends.hf.adapted_experts import expert_weights
 from vlmpack.backends.hf.deferred import Deferred, read_whole
 from vlmpack.backends.hf.optimizer import require_bitsandbytes
 from vlmpack.model_folder.quantised import HeldCodes, Packing, aligned
@@ -80,14 +81,20 @@ def _source(of: type[nn.Module]) -> str:
         return ".weight.dtype"  # without a source, it may ask for that
 
 
+def frozen_weights(model: Any) -> Iterator[nn.Parameter]:
+    """The weights of those layers, then the matrices of routed experts that are not trained."""
+    for module in frozen_matrices(model):
+        yield module.weight  # type: ignore[misc]
+    yield from (weight for weight in expert_weights(model) if not weight.requires_grad)
+
+
 def hold_narrow(model: Any) -> int:
     """Store the frozen matrices of a float32 model in bfloat16, where that loses nothing; how many
     weights.
     """
     held, embedding = 0, model.get_input_embeddings()
     embeddings = None if embedding is None else embedding.weight
-    for module in frozen_matrices(model):
-        weight: Any = module.weight
+    for weight in frozen_weights(model):
         narrow = weight.data.to(torch.bfloat16)
         if not torch.equal(narrow.float(), weight.data):
             continue

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmpack.backends.engine import RouterSum
-from vlmpack.backends.hf.adapted_experts import expert_modules, expert_tensors
+from vlmpack.backends.hf.adapted_experts import expert_modules
 from vlmpack.errors import CapabilityError
 from vlmpack.packing import Batch, PaddedBatch, padded_as_row, padding_mask
 
@@ -187,15 +187,6 @@ def set_experts(language: Any) -> dict[str, str]:
     ALL_EXPERTS_FUNCTIONS.register(_OURS, grouped_experts)
     language.set_experts_implementation(_OURS)
     return {"experts": "grouped_mm (first choice)"}
-
-
-def expert_weights(model: nn.Module) -> list[Tensor]:
-    """The matrices of experts, which any form multiplies in the compute dtype."""
-    return [
-        part.get_parameter(name)
-        for _, part in expert_modules(model)
-        for name in expert_tensors(part)
-    ]
 
 
 def grouped_experts(

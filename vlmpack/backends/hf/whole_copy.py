@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vlmpack.backends.adapter_folder import ADAPTER
+from vlmpack.backends.hf.adapted_experts import expert_weights
 from vlmpack.backends.hf.frozen import BASE, frozen_matrices, widened
-from vlmpack.backends.hf.router_loss import expert_weights
 from vlmpack.backends.policy import is_adapter
 from vlmpack.model_folder.load import build_model, load_config
 
