@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
+from attention.test_prefix_calls import Plain
 from support.shards import TINY_MODEL
 from torch import Tensor
 
 from vlmpack.attention import segment_attention
-from vlmpack.attention.prefix_attention import Qkv, VarlenCall, merge_lse
+from vlmpack.attention.prefix_attention import merge_lse
 from vlmpack.backends.hf import ring
 from vlmpack.backends.hf.ring import (
     Sight,
@@ -84,43 +86,6 @@ def test_the_cost_model_counts_what_is_seen_and_read(lengths, by_row, size) -> N
         )
 
 
-class BoundaryKernel:
-    """A kernel that knows boundaries alone, as those of CUDA do."""
-
-    def forward(self, qkv: Qkv, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
-        """See VarlenKernel."""
-        scores = self._scores(qkv, call, scale)
-        lse = scores.logsumexp(-1)
-        return torch.einsum("hqk,khd->qhd", (scores - lse[..., None]).exp(), qkv.value), lse
-
-    def backward(
-        self, grad: Tensor, qkv: Qkv, out: Tensor, lse: Tensor, call: VarlenCall, scale: float
-    ) -> Qkv:
-        """See VarlenKernel."""
-        weights = (self._scores(qkv, call, scale) - lse[..., None]).exp()
-        change = torch.einsum("qhd,khd->hqk", grad, qkv.value) - (grad * out).sum(-1).T[..., None]
-        change = change * weights * scale
-        return Qkv(
-            torch.einsum("hqk,khd->qhd", change, qkv.key),
-            torch.einsum("hqk,qhd->khd", change, qkv.query),
-            torch.einsum("hqk,qhd->khd", weights, grad),
-        )
-
-    def _scores(self, qkv: Qkv, call: VarlenCall, scale: float) -> Tensor:
-        assert [int(cu[-1]) for cu in (call.cu_q, call.cu_k)] == [len(qkv.query), len(qkv.key)]
-        assert [int(cu.diff().max()) for cu in (call.cu_q, call.cu_k)] == [call.max_q, call.max_k]
-        slots = [torch.arange(int(cu[-1]), dtype=torch.int32) for cu in (call.cu_q, call.cu_k)]
-        of, run = (
-            torch.searchsorted(cu[1:], at, right=True)
-            for cu, at in zip((call.cu_q, call.cu_k), slots, strict=True)
-        )
-        shown = of[:, None] == run
-        if call.causal:
-            shown &= slots[0][:, None] >= slots[1]
-        scores = torch.einsum("qhd,khd->hqk", qkv.query, qkv.key) * scale
-        return scores.masked_fill(~shown, -torch.inf)
-
-
 def attended(whole: list[Tensor], lengths: tuple[int, ...], window: int | None) -> Tensor:
     """By one process."""
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
@@ -134,6 +99,50 @@ def attended(whole: list[Tensor], lengths: tuple[int, ...], window: int | None) 
     return segment_attention(*whole, params, window=window)
 
 
+def by_steps(
+    qkv: Sequence[Tensor],
+    grad: Tensor,
+    lengths: tuple[int, ...],
+    kernel: object,
+    *,
+    by_row: bool = True,
+    window: int | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Outputs, and gradients of queries, keys and values, by the steps of four ranks."""
+    query, pairs = qkv[0].detach(), torch.cat([part.detach() for part in qkv[1:]], dim=-1)
+    step = ring._Step(kernel, query.shape[1] // pairs.shape[1], query.shape[-1] ** -0.5)
+    slots, starts = held(lengths, 4, by_row), starts_of(lengths)
+    out = torch.zeros_like(query)
+    of_query, of_pairs = (torch.zeros_like(ring._wide(part)) for part in (query, pairs))
+    for number, reader in enumerate(slots):
+        owners = [reader, *slots[:number], *slots[number + 1 :]]
+        sights = [
+            (owner, Sight.of(reader, owner, starts, window, query.device)) for owner in owners
+        ]
+        steps = [
+            (
+                one,
+                *(
+                    rank.to(query.device)[at]
+                    for rank, at in ((reader, one.queries), (owner, one.keys))
+                ),
+            )
+            for owner, one in sights
+        ]
+        (own, mine, keys), *others = [one for one in steps if len(one[1])]
+        merged = step.forward(query[mine], pairs[keys], own)
+        for sight, at, keys in others:
+            part = step.forward(query[at], pairs[keys], sight)
+            merged = merge_lse(merged, part, sight.queries)
+        out[mine] = merged[0].to(out.dtype)
+        of = grad[mine], out[mine], merged[1].T
+        for sight, at, keys in [(own, mine, mine), *others]:
+            first, second = step.backward(query[at], pairs[keys], sight, sight.of_queries(*of))
+            of_query.index_add_(0, at, first)
+            of_pairs.index_add_(0, keys, second)
+    return out, (of_query, *of_pairs.chunk(2, dim=-1))
+
+
 @pytest.mark.parametrize(
     ("kernel", "tile", "window"),
     [
@@ -141,13 +150,14 @@ def attended(whole: list[Tensor], lengths: tuple[int, ...], window: int | None) 
         (TiledKernel(), 3, None),
         (TiledKernel(), 512, 9),
         (TiledKernel(), 3, 9),
-        (BoundaryKernel(), 512, None),
+        (Plain(), 512, None),
     ],
 )
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("lengths", ROWS)
 def test_merged_steps_are_attention(lengths, by_row, kernel, tile, window, monkeypatch) -> None:
-    """Outputs, and gradients of all inputs, in float64. Two query heads share one of keys."""
+    """Outputs, and gradients of all inputs, in float64. Two query heads share one of keys. The last
+    kernel knows boundaries alone, as those of CUDA do."""
     monkeypatch.setattr(ring, "TILE", tile)
     torch.manual_seed(0)
     whole = [
@@ -157,27 +167,9 @@ def test_merged_steps_are_attention(lengths, by_row, kernel, tile, window, monke
     expected = attended(whole, lengths, window)
     grad = torch.randn_like(expected)
     expected.backward(grad)
-    query, key, value = (part.detach() for part in whole)
-    pairs, step = torch.cat([key, value], dim=-1), ring._Step(kernel, 2, 8**-0.5)
-    slots, starts = held(lengths, 4, by_row), starts_of(lengths)
-    of_query, of_pairs = torch.zeros_like(query), torch.zeros_like(pairs)
-    for number, reader in enumerate(slots):
-        owners = [reader, *slots[:number], *slots[number + 1 :]]
-        sights = [(owner, Sight.of(reader, owner, starts, window, CPU)) for owner in owners]
-        steps = [(one, reader[one.queries], owner[one.keys]) for owner, one in sights]
-        (own, mine, keys), *others = [one for one in steps if len(one[1])]
-        merged = step.forward(query[mine], pairs[keys], own)
-        for sight, mine, keys in others:
-            part = step.forward(query[mine], pairs[keys], sight)
-            merged = merge_lse(merged, part, sight.queries)
-        torch.testing.assert_close(merged[0], expected[reader].detach(), rtol=1e-12, atol=1e-12)
-        of = grad[reader], merged[0], merged[1].T
-        for sight, mine, keys in [(own, reader, reader), *others]:
-            given = sight.of_queries(*of)
-            first, second = step.backward(query[mine], pairs[keys], sight, given)
-            of_query.index_add_(0, mine, first)
-            of_pairs.index_add_(0, keys, second)
-    for ours, part in zip((of_query, *of_pairs.chunk(2, dim=-1)), whole, strict=True):
+    out, gradients = by_steps(whole, grad, lengths, kernel, by_row=by_row, window=window)
+    torch.testing.assert_close(out, expected.detach(), rtol=1e-12, atol=1e-12)
+    for ours, part in zip(gradients, whole, strict=True):
         torch.testing.assert_close(ours, part.grad, rtol=1e-11, atol=1e-11)
 
 
