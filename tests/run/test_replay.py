@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,13 +12,17 @@ from typing import Any
 import pytest
 import torch
 from support.forked import run_ranks
+from support.pairs import raw_pairs, write_pairs
 from support.planted import leader_of, planted
 from support.recipes import changed, copy_samples, run_settings, write_recipe
 from support.shards import ROOT
+from torch import Tensor
 from typer.testing import CliRunner
 
 import vlmpack
+from vlmpack.activity import ACTIVITY
 from vlmpack.api import resolve
+from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.build.extensions import missing
 from vlmpack.build.look import open_recipe
 from vlmpack.cli.app import app
@@ -118,6 +123,38 @@ def test_no_memory_for_float32_keeps_what_was_found(
     assert (found.outcome, found.left_out) == ("comes again", 1)
     assert "which are older" in found.words()[0]
     assert found.in_float32 == "not known: out of memory"
+
+
+@pytest.mark.slow
+def test_a_damaged_reference_is_made_again_beside_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = run_settings(
+        tmp_path,
+        data__train=str(write_pairs(tmp_path / "pairs.tar", raw_pairs(0))),
+        objective__name="dpo",
+        training__micro_batch_size=1,
+        training__global_batch_size=2,
+        training__on_non_finite="skip",
+    )
+    original = HFEngine.finish_gradients
+
+    def finish(self: Any, divisor: Tensor, max_norm: float | None) -> Tensor:
+        if ACTIVITY.step == 2:
+            for _, parameter in self.parameters():
+                parameter.grad.fill_(math.nan)
+        return original(self, divisor, max_norm)
+
+    monkeypatch.setattr(HFEngine, "finish_gradients", finish)
+    run = vlmpack.finetune(values).run_dir
+    [part] = (run / "reference/train").glob("*.part")
+    part.write_bytes(part.read_bytes()[:-1] + b"?")
+    before = state_of(run)
+    with caplog.at_level("WARNING", "vlmpack"):
+        found = vlmpack.replay(dump_of(run, 2))
+    assert found.trained == 1 and found.loss_off == 0.0 and found.same_rows
+    assert "is damaged; its pairs are computed again" in caplog.text
+    assert state_of(run) == before, "nothing of the run has changed"
 
 
 def test_a_replay_has_no_sentinel(tmp_path: Path) -> None:

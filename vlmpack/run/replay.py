@@ -163,10 +163,7 @@ def recipe_of(dump: Path, overrides: Mapping[str, Any] | Sequence[str] = ()) -> 
     scratch = dump.with_suffix(".replay")
     if recipe.run_dir != own.run_dir:
         scratch = Path(recipe.run_dir) / scratch.name
-    changes: dict[str, Any] = {**QUIET, "run_dir": str(scratch)}
-    if recipe.objective.learns_pairs and recipe.objective.reference_dir is None:
-        changes["objective.reference_dir"] = str(run.reference)
-    return load_recipe(recipe, changes)
+    return load_recipe(recipe, {**QUIET, "run_dir": str(scratch)})
 
 
 def replay(
@@ -234,13 +231,16 @@ def checkpoint_before(run: RunDir, step: int) -> ResumePoint:
 
 
 def _clear(scratch: RunDir, run: RunDir) -> None:
-    """Remove what an earlier replay has left, and take over the list of bad samples."""
+    """Remove what an earlier replay has left, and take over the list of bad samples, and the
+    reference's numbers, of which damaged ones are made again."""
     for path in scratch.path.iterdir():
         if path == scratch.lock:
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     if run.data_errors.is_file():
         shutil.copy(run.data_errors, scratch.data_errors)
+    if run.reference.is_dir():
+        shutil.copytree(run.reference, scratch.reference)
 
 
 def _session(recipe: Recipe, place: Place, extensions: Extensions, point: ResumePoint) -> Session:
