@@ -65,7 +65,7 @@ $(KERNELS): tests/support/kernel_packages.txt | $(STAMP)
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --no-build-isolation --target $(@D) -r $<
 	@cp $< $@
 
-references: $(REFERENCES) $(SECOND)  ## torchvision, bitsandbytes and transformers 4, which tests compare with on a CPU, into .references (230 MB)
+references: $(REFERENCES) $(SECOND)  ## torchvision, bitsandbytes, transformers 4 and a server, which tests compare with on a CPU, into .references (270 MB)
 
 $(REFERENCES): tests/support/reference_packages.txt tests/support/apart_packages.txt | $(STAMP)
 	rm -rf $(@D)

@@ -22,6 +22,7 @@ import torch
 from support.engines import make_engine, policy
 from support.families import tiny_family_folder
 from support.peft_models import peft_model
+from support.references import path_of
 from support.shards import ROOT, SHARD, read_shard
 from typer.testing import CliRunner
 
@@ -347,8 +348,12 @@ def test_thoughts_of_an_answer_are_apart_in_later_turns(said, words, thought) ->
     assert turn.fields.get("reasoning_content") == thought
 
 
+SERVING = "openai fastapi starlette uvicorn jiter opentelemetry sniffio"
+"""What its extra `serving` brings, and `make references` too."""
+
+
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
+def served(folder: Path, environment: dict[str, str]) -> Iterator[str]:
     """`transformers serve` on a model folder; its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -356,7 +361,8 @@ def served(folder: Path) -> Iterator[str]:
     words = ["serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
     start = "from transformers.cli.transformers import app; app()"
     with (folder.parent / "log").open("w+") as log:
-        server = subprocess.Popen([sys.executable, "-c", start, *words], stdout=log, stderr=log)
+        command = [sys.executable, "-c", start, *words]
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
             for _ in range(600):
                 assert server.poll() is None, Path(log.name).read_text()
@@ -372,8 +378,7 @@ def served(folder: Path) -> Iterator[str]:
 @pytest.mark.slow
 def test_transformers_serve_answers_on_an_export_as_generate_does(tmp_path) -> None:
     """The processor of this family needs no torchvision."""
-    for package in ("fastapi", "uvicorn", "openai"):
-        pytest.importorskip(package, reason="pip install 'transformers[serving]' brings it")
+    environment = path_of(SERVING, tmp_path)
     base = tiny_family_folder("idefics3", tmp_path / "base")
     processor = {"processor_class": "Idefics3Processor", "image_seq_len": 4}
     (base / "processor_config.json").write_text(json.dumps(processor))
@@ -393,7 +398,7 @@ def test_transformers_serve_answers_on_an_export_as_generate_does(tmp_path) -> N
     assert run(*ask, "--adapter", tmp_path / "adapter").stdout.strip() == answer
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
     body = {"messages": [{"role": "user", "content": parts}], "temperature": 0}
-    with served(tmp_path / "export") as address:
+    with served(tmp_path / "export", environment) as address:
 
         def post(**more: Any) -> bytes:
             content = json.dumps({**body, "max_tokens": NUM_NEW, **more}).encode()
