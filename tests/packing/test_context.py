@@ -117,6 +117,25 @@ def test_slices_reassemble_the_row(size, total):
     assert torch.equal(natural.sort().values, torch.arange(row.num_slots))
 
 
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize(("size", "heads"), [(4, 2), (4, 1), (8, 4)])
+def test_neighbours_together_hold_the_chunks_of_one_place(size, heads, by_row):
+    """Those that exchange heads have what one rank of a smaller ring has, in the row's order."""
+    row = bin_of(size)
+    lengths = (row.num_slots,) if by_row else row.segment_lengths
+    for first in range(0, size, heads):
+        ranks = range(first, first + heads)
+        parts = [
+            slice_for_context(row, rank=rank, size=size, heads=heads, by_row=by_row).context
+            for rank in ranks
+        ]
+        held = torch.cat([part.row_index for part in parts])
+        place = zigzag_index(lengths, rank=first // heads, size=size // heads)
+        for part in parts:
+            assert torch.equal(held[part.heads_order], place)
+            assert part.by_row is by_row
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_every_label_is_learned_once_from_its_own_token(size):
     """Labels shifted inside the sample, before the slice: (token, label) pairs survive it."""

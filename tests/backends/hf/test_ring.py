@@ -200,6 +200,7 @@ def test_plan_says_what_a_ring_sends_of_a_segment_that_fills_the_row(size, degre
     passes = 4  # forward, again, backward, and gradients
     assert part.num_bytes == 3 * passes * 2 * 2 * width / degree * sum(read) / places
     assert part.calls == 3 * layers * passes * (places - 1)
+    assert any(f"ring of {places}" in note for note in figures.notes)
 
 
 def slowest_of_mean(rows: list[tuple[int, ...]], size: int, slot: float, by_row=None) -> float:

@@ -403,12 +403,12 @@ def ring_attention(
         attention: the implementation whose kernel computes steps; None for `TiledKernel`.
         scale: factor on the scores; 1 / sqrt(D) if None.
         window: sliding window in tokens, the token itself included; None for the whole segment.
-        masks: None, or causal ones; rows of image blocks are not cut on a ring.
+        masks: None, or without image blocks, whose rows are not cut on a ring.
 
     Returns:
         (T / R, Hq, D).
     """
-    assert masks is None or masks.is_causal
+    assert masks is None or not any(masks.of_segment)
     if window is not None and window >= max(row.lengths):
         window = None
     own, kernel = query.shape[-1], None
