@@ -17,11 +17,14 @@ from support.pairs import cooked_pair, raw_pairs
 from support.recipes import MINIMAL, rows, run_settings, write_recipe
 from support.shards import TINY_MODEL
 from support.shared import encoded_pairs, pairs_about_one_image, questions
+from torch import Tensor
 
 from vlmpack.alignment import alignment
 from vlmpack.api import resolve, run_recipe
 from vlmpack.attention import segment_attention
+from vlmpack.backends.decoder_graph import DecoderGraph
 from vlmpack.backends.fused import FusedOps
+from vlmpack.backends.hf import compiled_layers
 from vlmpack.backends.hf import engine as hf_engine
 from vlmpack.backends.row_operators import rms_norm
 from vlmpack.build.engine import resolved_compute
@@ -312,6 +315,83 @@ def test_a_fused_layer_that_is_off_is_found(tiny_folder, encoder, encoded, monke
             continue
         with pytest.raises(SentinelError):
             train(stepper, [COLLATE(encoded)])
+
+
+def off_by_turns(values):
+    """(..., even) by 2%, up and down by turns."""
+    return values * torch.tensor([1.02, 0.98], dtype=values.dtype).repeat(values.shape[-1] // 2)
+
+
+def spoil_compiled(monkeypatch):
+    original = compiled_layers._compiled
+
+    def compiled(*given):
+        run = original(*given)
+
+        def spoiled(*inputs):
+            outputs = run(*inputs)
+            if isinstance(outputs, Tensor):
+                return off_by_turns(outputs)
+            return [off_by_turns(one) if is_hidden(one) else one for one in outputs]
+
+        return spoiled
+
+    def is_hidden(value):
+        return isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
+
+    monkeypatch.setattr(compiled_layers, "_compiled", compiled)
+
+
+def spoil_captured(monkeypatch):
+    original = DecoderGraph.__call__
+    monkeypatch.setattr(
+        DecoderGraph, "__call__", lambda self, row: off_by_turns(original(self, row))
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("values", "spoil"),
+    [
+        pytest.param(
+            {"model__compile": "layers"},
+            spoil_compiled,
+            id="compiled",
+            marks=pytest.mark.skipif(
+                compiled_layers.why_not_compiled() is not None, reason="this torch compiles none"
+            ),
+        ),
+        pytest.param({"training__cuda_graphs": "decoder"}, spoil_captured, id="captured"),
+    ],
+)
+def test_compiled_and_captured_layers_are_compared_with_stock_ones(
+    tmp_path, monkeypatch, values, spoil
+):
+    """A clean run has no alarm and is bit for bit the same without it. Faults there are found."""
+    monkeypatch.setattr(compiled_layers, "BACKEND", "aot_eager")
+    planned = {"packing__mode": "online", "packing__max_tokens": 512}
+    batch = {"training__micro_batch_size": 1, "training__global_batch_size": 2}
+
+    def settings(name, **more):
+        return run_settings(
+            tmp_path, run_dir=str(tmp_path / name), **planned, **batch, **values, **more
+        )
+
+    run_recipe(resolve(settings("without"), {}))
+    looked, compared, compare = {"training__sentinel_interval": 1}, [], Sentinel.compare
+
+    def counted(self, step, *given):
+        compared.append(step)
+        compare(self, step, *given)
+
+    monkeypatch.setattr(Sentinel, "compare", counted)
+    run_recipe(resolve(settings("with", **looked), {}))
+    exact = [rows(tmp_path / name, "loss", "grad_norm") for name in ("without", "with")]
+    assert exact[0] == exact[1] and len(exact[0]) == 3
+    assert compared == [0, 1, 2]
+    spoil(monkeypatch)
+    with pytest.raises(SentinelError, match="the loss is"):
+        run_recipe(resolve(settings("off", **looked), {}))
 
 
 @pytest.mark.slow
