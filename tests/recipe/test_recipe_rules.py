@@ -622,6 +622,8 @@ def test_hf_shares_rows_by_heads(tiny_folder):
     assert "share out the num_attention_heads 4 in 2 groups. Sizes that can: 1, 2" in (
         problem.message
     )
+    (problem,) = check(config, model, ParallelismSection(context_heads=2))
+    assert "2 of the 1 processes of a row" in problem.message
     on_mcore = ModelSection(path=str(tiny_folder), backend="mcore")
     assert check(config, on_mcore, odd) == []
     (problem,) = rule("context_heads_need_hf")(on_mcore, odd)

@@ -92,10 +92,11 @@ def test_a_run_goes_on_with_any_number_of_processes_to_a_row(tmp_path: Path) -> 
                 "packing__scope": "batch",
                 "packing__max_tokens": 528,
                 "parallelism__sharding": "fsdp",
+                "parallelism__context_heads": 1,
                 "training__micro_batch_size": 1,
                 "trainable": {"vision": "frozen", "projector": "frozen", "language": "lora"},
             },
-            id="planned pairs, adapters",
+            id="planned pairs on a ring, adapters",
         ),
     ],
 )

@@ -165,7 +165,7 @@ def hf_shares_rows_by_heads(
     config: ModelConfig, model: ModelSection, parallelism: ParallelismSection
 ) -> list[Problem]:
     """Ranks that exchange heads have as many each, of attention and of layers with a state."""
-    if model.backend != "hf" or parallelism.context == 1:
+    if model.backend != "hf":
         return []
     try:
         config.head_degrees.chosen(parallelism)
