@@ -93,12 +93,13 @@ class Server:
             other = self.needs.get(end)
             if (model_type, end) in self.alone or other is None or f"{start}.{other}" in layers:
                 continue
-            wrong, why = [name], f"beside {end} it needs those of {other}"
+            wrong, why = [*wrong, name], f"beside {end} it needs those of {other}"
         if wrong:
+            ends = sorted({name.rpartition(".")[2] for name in wrong})
             raise CapabilityError(
-                f"{self.title} does not compute adapters of {counted(len(wrong), 'layer')} "
-                f"({wrong[0]}): {why}. Train with other trainable.lora.targets, or add --merge for "
-                "the whole model"
+                f"{self.title} does not compute adapters of {', '.join(ends)} "
+                f"({counted(len(wrong), 'layer')}): {why}. Train with other "
+                "trainable.lora.targets, or add --merge for the whole model"
             )
 
     def expert_form(self, model_type: str) -> Literal["parameters", "matrices"]:
