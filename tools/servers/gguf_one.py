@@ -51,7 +51,11 @@ def main(converter: Path, export: Path, out: Path) -> None:
     sys.path[:0] = [str(converter), str(converter / "gguf-py")]
     found: dict[str, Any] = {}
     config = json.loads((export / "config.json").read_text(encoding="utf-8"))
-    parts = {"model": (), "tower": ("--mmproj",)} if "vision_config" in config else {"model": ()}
+    # For these it asks for prediction layers, which the tiny models have not.
+    model = ("--no-mtp",) if config["model_type"].startswith("qwen3_5") else ()
+    parts = (
+        {"model": model, "tower": ("--mmproj",)} if "vision_config" in config else {"model": model}
+    )
     for part, more in parts.items():
         path = out / f"{part}.gguf"
         failure = convert(converter, export, path, *more)
