@@ -36,8 +36,9 @@ from vlmpack.encode import Encoder
 from vlmpack.packing import Batch, PackCollator, PackedBatch
 from vlmpack.training.objective import SFT
 
-ROWS = ([0, 2], [1, 4], [3, 5], [])
-"""Samples of each: images, text alone, both, and none at all."""
+ROWS = ([0, 2], [1, 4], [5], [], [3, 5], [])
+"""Samples of each: images, text alone, one image, none at all, images, and none at all. Of two
+replicas of two ranks one rank has an image of the second row of each, and no other has any."""
 
 
 def rows_of(folder: Path) -> list[Batch]:
@@ -98,6 +99,31 @@ def twice() -> AbstractContextManager[Any]:
 
     def gathered(local: Tensor, *of: Any, **more: Any) -> Tensor:
         return usual(2 * local - local.detach(), *of, **more)
+
+    return patch.object(shared, "gather_features", gathered)
+
+
+def own_positions() -> AbstractContextManager[Any]:
+    """Positions are those of the shard: 0, 1, 2 ... of each rank's slots."""
+    usual = shared.slice_for_context
+
+    def sliced(batch: PackedBatch, **more: Any) -> PackedBatch:
+        row = usual(batch, **more)
+        assert row.context is not None
+        own, positions = row.context.row_index, row.position_ids.clone()
+        positions[..., own] = torch.arange(own.numel())
+        return replace(row, position_ids=positions)
+
+    return patch.object(shared, "slice_for_context", sliced)
+
+
+def owners_part() -> AbstractContextManager[Any]:
+    """The tower gets the gradients of its own rank's tokens alone."""
+    usual = shared.gather_features
+    alone = SimpleNamespace(size=lambda: 1)
+
+    def gathered(*of: Any, **more: Any) -> Tensor:
+        return usual(*of, **{**more, "cp_group": alone})
 
     return patch.object(shared, "gather_features", gathered)
 
@@ -177,6 +203,8 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "other heads": other_heads,
     "other channels": other_channels,
     "other slots": other_slots,
+    "own positions": own_positions,
+    "owner's part": owners_part,
     "twice": twice,
     "forgotten boundary": forgotten_boundary,
     "skipped block": skipped_block,
@@ -241,6 +269,7 @@ def main(folder: Path, size: int, sharding: str, models: Path, cases: list[str])
             }
             facts |= {"sent": sent, "slots": sum(row.input_ids.numel() for row in rows)}
             facts |= {"by_ring": float(by_ring), "leaks": seen, "slot": group.slot}
+            facts["images"] = [row.media.num_images if row.media is not None else 0 for row in rows]
             facts["lengths"] = [row.segment_lengths for row in rows]
             (folder / f"{case}.json").write_text(json.dumps(facts))
             save_file(ours, folder / f"{case}.safetensors")

@@ -28,7 +28,8 @@ from vlmpack.recipe.schema import ModelSection, ParallelismSection
 STRANGERS = ("lfm2", "glm4v", "cohere_compass", "ernie4_5_vl_moe")
 """Classes that run whole: with convolutions, and with images, deep features and kinds of tokens."""
 FAULTY = (
-    *(f"qwen2_5_vl+{fault}" for fault in ("other heads", "other slots", "twice")),
+    *(f"qwen2_5_vl+{fault}" for fault in ("other heads", "other slots", "own positions")),
+    *(f"qwen2_5_vl+{fault}" for fault in ("twice", "owner's part")),
     *(f"{name}+forgotten boundary" for name in ("qwen2_5_vl", "qwen3_5", "nemotron_h")),
     *(f"{name}+other channels" for name in ("qwen3_5", "nemotron_h")),
     "qwen3_5+other heads",
@@ -182,6 +183,9 @@ IN_FOUR = {
 """How four ranks share a row. Of two key-value heads all four have copies only where asked to."""
 
 
+OF_PAIRS = ("qwen3_vl+owner's part", "qwen3_vl+twice")
+
+
 @pytest.fixture(scope="module")
 def in_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Four ranks to a row, and two replicas of two ranks."""
@@ -189,7 +193,7 @@ def in_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found = shared(tmp_path_factory.mktemp("four"), cases, 4)
     pairs = shared(
         tmp_path_factory.mktemp("pairs"),
-        ("qwen3_vl", "llava_onevision", "llama@1"),
+        ("qwen3_vl", "llava_onevision", "llama@1", *OF_PAIRS),
         2,
         processes=4,
         sharding="fsdp",
@@ -217,6 +221,20 @@ def check_leaks(found: dict[str, Any], *, routed: bool) -> None:
 @pytest.mark.parametrize("name", [*FAMILIES, *STRANGERS])
 def test_no_segment_sees_another_in_two(in_two: dict[str, Any], name: str) -> None:
     check_leaks(in_two[name], routed=name in {*ROUTED, "ernie4_5_vl_moe"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OF_PAIRS)
+def test_a_fault_is_found_where_one_rank_of_four_has_an_image(
+    in_four: dict[str, Any], case: str
+) -> None:
+    assert in_four[case]["images"] == [3, 0, 1, 0, 4, 0], (
+        "in turn of the first and the second replica"
+    )
+    errors = in_four[case]["errors"]
+    tower = {name: error for name, error in errors.items() if ".visual." in name}
+    assert len(tower) > 20 and min(tower.values()) > 100 * GRADIENT_TOLERANCE
+    assert max(errors[name] for name in errors.keys() - tower) < GRADIENT_TOLERANCE
 
 
 @pytest.mark.slow
