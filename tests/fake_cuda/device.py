@@ -227,6 +227,9 @@ class FakeCuda(TorchDispatchMode):
         self._watch(func, args, kwargs, tensors, target)
         if func is aten.copy_.default and self._comes_later(*args):
             return self.arrivals.start(args[0], _held(args[1]))
+        from_host = func is aten.copy_.default and not isinstance(args[1], FakeCudaTensor)
+        if from_host and self.arrivals.is_locked(args[1]):
+            self.arrivals.arrive(self.arrivals.begun)  # one stream, in order
         kernel = KERNELS.get(func)
         if kernel is None:
             _require_one_device(func, tensors, on_device)

@@ -66,6 +66,7 @@ class MetaCuda(FakeCuda):
         self.listener = listener
         self.integers: dict[int, list[int]] = {}
         self.holders: Counter[int] = Counter()
+        self.sizes: dict[int, int] = {}
         self.bytes = 0
 
     def read(self, held: Tensor) -> Tensor:
@@ -75,18 +76,28 @@ class MetaCuda(FakeCuda):
     def hold(self, tensor: FakeCudaTensor) -> None:
         """Count its storage, until the last tensor of it is gone."""
         storage = tensor.held.untyped_storage()
-        place, size = storage._cdata, storage.nbytes()
+        place = storage._cdata
         if not self.holders[place]:
-            self.bytes += size
+            self._resize(place, storage.nbytes())
         self.holders[place] += 1
         tensor.token = _Token()  # torch swaps no tensors that have weak references
-        finalize(tensor.token, self._let_go, place, size)
+        finalize(tensor.token, self._let_go, place)
 
-    def _let_go(self, place: int, size: int) -> None:
+    def _let_go(self, place: int) -> None:
         self.holders[place] -= 1
         if not self.holders[place]:
             del self.holders[place]
-            self.bytes -= size
+            self._resize(place, 0)
+            del self.sizes[place]
+
+    def _resize(self, place: int, size: int) -> None:
+        self.bytes += size - self.sizes.get(place, 0)
+        self.sizes[place] = size
+
+    def resize(self, tensor: Tensor, size: int) -> None:
+        """FSDP2 frees and allocates storages of tensors that it keeps."""
+        assert isinstance(tensor, FakeCudaTensor)
+        self._resize(tensor.held.untyped_storage()._cdata, size)
 
     def launch(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], n: int) -> None:
         """A kernel that is no operator of torch."""
@@ -135,7 +146,7 @@ class MetaCuda(FakeCuda):
         into, source = (None, args[0]) if len(args) == 1 else args[:2]
         self.listener(Call("copy to the host", [source], []))
         if into is not None and func is aten.copy_.default:
-            return into.fill_(1)
+            return into.fill_(1) if into.numel() < SMALL else into  # untouched memory costs nothing
         return torch.ones(source.shape, dtype=kwargs.get("dtype") or source.dtype)
 
     def _tell(

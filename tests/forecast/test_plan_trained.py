@@ -170,6 +170,6 @@ def test_the_whole_copy_that_answers_is_counted_where_the_model_lies_in_parts() 
 
     asked, silent = (figures(2, sharding="fsdp", answers=answers) for answers in (True, False))
     assert asked.answers == 2 * (sizes.parameters - wide) + 4 * wide
-    step = silent.activations + silent.logits
+    step = silent.activations - silent.again + max(silent.again, silent.logits)
     assert asked.total - silent.total == asked.answers - step > 0, "in the place of a step"
     assert silent.answers == figures(1, sharding="fsdp").answers == figures(2).answers == 0

@@ -51,7 +51,14 @@ def full_row() -> PackedBatch:
         pack_batch_sequences(samples, pad_to_multiple_of=4, pad_token_id=0),
         **said_of_slots(),
         context=ContextSlice(
-            rank=0, size=1, row_index=ONES, natural_order=ONES, label_positions=ONES, targets=ONES
+            rank=0,
+            size=1,
+            row_index=ONES,
+            natural_order=ONES,
+            label_positions=ONES,
+            targets=ONES,
+            media_positions=ONES,
+            media_sources=ONES,
         ),
         media_part=MediaPart(order=ONES, counts=(2,), rank=0),
         padding_mask=torch.zeros(1, 12, dtype=torch.bool),

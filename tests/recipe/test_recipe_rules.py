@@ -285,6 +285,27 @@ CASES = [
             ({"model.fused_layers": "compile"}, "needs model.fused_layers: auto or none"),
         )
     ),
+    *(
+        (
+            "long_rows_take_less",
+            {f"model.{name}": True} | broken,
+            f"model.{name}: true {why}",
+            mended,
+        )
+        for name in ("tiled_mlp", "activation_offloading")
+        for broken, why, mended in (
+            (MCORE, "needs model.backend: hf", {f"model.{name}": True}),
+            ({"model.compile": "layers"}, "changes layers that are compiled whole", {}),
+            ({"training.cuda_graphs": "decoder"} | ONLINE, "was never captured; use training.", {}),
+        )
+    ),
+    (
+        "long_rows_take_less",
+        {"model.activation_offloading": True, "model.activation_checkpointing": "none"},
+        "model.activation_offloading: true moves inputs of recomputed layers, and "
+        "activation_checkpointing is none; or set it to false",
+        {"model.tiled_mlp": True, "model.activation_checkpointing": "none"},
+    ),
     (
         "fsdp_needs_hf",
         MCORE | {"parallelism.sharding": "fsdp"},

@@ -18,9 +18,11 @@ do that, but not when a collective (`recipe.engine_rules.why_not_selective`) or 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -28,6 +30,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from vlmpack.backends.offload import Offload
 from vlmpack.errors import CapabilityError
 from vlmpack.recipe.schema import Recomputed, is_recomputed
 
@@ -51,8 +54,22 @@ KEPT = frozenset(
 recurrences, which are large and cheap, so they are made again."""
 
 
+_keeps_products = True
+
+
+@contextmanager
+def keep_no_products() -> Iterator[None]:
+    """While it is open, `selective` keeps no output of an operator."""
+    global _keeps_products
+    before, _keeps_products = _keeps_products, False
+    try:
+        yield
+    finally:
+        _keeps_products = before
+
+
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    saves = operator.name().partition(".")[0] in KEPT
+    saves = _keeps_products and operator.name().partition(".")[0] in KEPT
     return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -67,7 +84,9 @@ def _run(value: Recomputed, *, draws: bool) -> Run:
     return partial(checkpoint, **arguments)
 
 
-def recompute_layers(model: Any, value: Recomputed, *, draws: bool) -> None:
+def recompute_layers(
+    model: Any, value: Recomputed, *, draws: bool, offloaded_from: torch.device | None = None
+) -> None:
     """Activation checkpointing of a transformers model, of its towers too.
 
     transformers' own switch also makes the output of every embedding, patches included, ask for a
@@ -77,9 +96,10 @@ def recompute_layers(model: Any, value: Recomputed, *, draws: bool) -> None:
 
     Args:
         draws: whether layers draw random numbers, which recomputation must repeat.
+        offloaded_from: the device whose memory inputs of these layers leave; None if they stay.
 
     Raises:
-        CapabilityError: transformers does not do it for the model's class.
+        CapabilityError: transformers does not do it for the model's class, or as `Offload`.
     """
     if value == "none":
         return
@@ -88,7 +108,10 @@ def recompute_layers(model: Any, value: Recomputed, *, draws: bool) -> None:
             f"model.activation_checkpointing: transformers computes no layer of "
             f"{type(model).__name__} again; set it to none"
         )
-    model._set_gradient_checkpointing(gradient_checkpointing_func=_run(value, draws=draws))
+    run = _run(value, draws=draws)
+    if offloaded_from is not None:
+        run = Offload(run, offloaded_from)
+    model._set_gradient_checkpointing(gradient_checkpointing_func=run)
     for place, layer in stacked_layers(model):
         layer.gradient_checkpointing = is_recomputed(place, value)
 

@@ -269,6 +269,7 @@ class MemoryFigures:
             adapters; `rank_trained` are updated there, with adapters.
         paged: bytes of moments that may leave the GPU; in no total.
         again: recomputed activations, one layer at a time.
+        offloaded: activations that wait in pinned host memory; in no total.
         recomputed: the resolved `model.activation_checkpointing`, with the reason for `auto`.
         row_tokens, row_patches: the micro-batch that the activations are of.
         rows_in_flight: micro-batches whose activations a stage holds at once.
@@ -295,12 +296,14 @@ class MemoryFigures:
     rows_in_flight: int
     formula: tuple[str, ...]
     paged: int = 0
+    offloaded: int = 0
     answers: int = 0
 
     @property
     def total(self) -> int:
-        """All parts together; a copy that answers questions exists only between steps."""
-        step = self.activations + self.logits
+        """All parts that exist at once. Logits are gone before a layer is computed again, and a
+        copy that answers questions exists only between steps."""
+        step = self.activations + max(0, self.logits - self.again)
         return self.weights + self.gradients + self.optimizer + max(step, self.answers)
 
 

@@ -33,15 +33,18 @@ Activations of a decoder's layer are in bytes a token, by `vlmpack/forecast/acti
     a tower's block    two norms, 4 columns of attention and 4 of the MLP (2 of a plain one), in
                  bytes a patch
     recomputed   a layer keeps its input, 4 h under autocast, else e h. With `selective` it also
-                 keeps the outputs of matrix products and attention. For a while the largest such
-                 layer is held whole
+                 keeps the outputs of matrix products and attention. For a while the largest
+                 layer is held whole, with 3 f e of gradients
+    offloaded    inputs of recomputed layers are on the host, but for two
+    tiled MLP    a layer keeps nothing of it but its input. One tile of h tokens is held at a time,
+                 with the sums of its weights' gradients
     torch's own attention    q e more, as it copies its output (`segments`, and all of float32)
     a tower with one matrix for queries, keys and values    2 columns more, as its output lives as
                  long as the values do
     logits       a chunk in float32, three times (values, gradient, exponentials), or once in the
                  dtype of products where a kernel writes the gradient over it. A trained head
                  has a gradient and a product, 4 + e bytes a weight, before they are added to the
-                 sum of micro-batches
+                 sum of micro-batches. They are gone before a layer is computed again
 
 What adapters themselves keep is left out. It is rank numbers a token and layer, and with dropout a
 copy of their input. Left out are also the CUDA context and NCCL's buffers (1 to 3 GB), buckets, the
@@ -76,15 +79,23 @@ from vlmpack.words import sized
 
 LOGIT_COPIES = 3
 
+SLOPES = 3
+"""Gradients of MLP columns that a backward pass holds at once: the product and both factors."""
+
+ON_DEVICE = 2
+"""Inputs of layers that are on the device at a time, where others wait on the host."""
+
 TORCH_FORMS = Forms()  # everything by torch's own operators, on a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class _Tower:
-    """The tower's activations: bytes kept, and bytes recomputed at once."""
+    """The tower's activations: bytes kept, bytes recomputed at once, and inputs of blocks among
+    those kept that may leave the device."""
 
     kept: int
     again: int
+    inputs: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +190,7 @@ class _Estimate:
         weights, gradients, (optimizer, paged) = (
             self._mcore_state(rank) if self.model.backend == "mcore" else self._hf_state(rank)
         )
-        kept, again = self._activations(rank)
+        kept, again, offloaded = self._activations(rank)
         return MemoryFigures(
             parameters=self.sizes.parameters,
             tower_parameters=self.sizes.tower,
@@ -194,6 +205,7 @@ class _Estimate:
             paged=paged,
             activations=rank.in_flight * kept + again,
             again=again,
+            offloaded=offloaded,
             logits=self._logits() if rank.has_head else 0,
             recomputed=described(self.model.recomputed),
             row_tokens=self.mode.max_row_slots,
@@ -255,19 +267,42 @@ class _Estimate:
         weights = self.number * (rank.parameters + adapters)
         return weights, 4 * updated, MomentBytes(optimizer, 0)
 
-    def _activations(self, rank: _Rank) -> tuple[int, int]:
-        """Bytes that a micro-batch keeps, and the largest part that is then recomputed at once."""
-        split, sizes, recomputed = self.split, self.sizes, self.model.recomputed
+    def _activations(self, rank: _Rank) -> tuple[int, int, int]:
+        """Bytes that a micro-batch keeps, the largest part that is then recomputed at once, and
+        those that wait on the host."""
+        split, sizes, model = self.split, self.sizes, self.model
         tokens = -(-self.mode.max_row_slots // split.context)
         narrow = split.tensor if split.sequence else 1
-        kept, again = 0, 0
+        kept, again, inputs = 0, 0, 0
         for place in rank.layers:
-            layer = sizes.decoder[place]
-            whole = self._layer(layer, narrow)
-            held = self._kept(layer, narrow) if is_recomputed(place, recomputed) else whole
-            kept, again = kept + held, max(again, whole - held)
+            layer = self._outside_tiles(sizes.decoder[place], tokens)
+            held = whole = self._layer(layer, narrow)
+            if is_recomputed(place, model.recomputed):
+                held, inputs = self._kept(layer, narrow), inputs + 1
+                slopes = SLOPES * self.number * layer.mlp // split.tensor
+                again = max(again, whole - held + slopes)
+            kept += held
+        each = tokens * self._residual() * sizes.hidden // narrow
         blocks = self._tower(rank)
-        return tokens * kept + blocks.kept, max(tokens * again, blocks.again)
+        away = (
+            blocks.inputs + max(0, inputs - ON_DEVICE) * each if model.activation_offloading else 0
+        )
+        kept = tokens * kept + blocks.kept - away
+        return kept, max(tokens * again + self._tile(tokens), blocks.again), away
+
+    def _outside_tiles(self, layer: LayerSizes, tokens: int) -> LayerSizes:
+        """A layer without the MLP that is computed in tiles, each of as many tokens as h."""
+        tiled = self.model.tiled_mlp and not layer.sent and tokens > self.sizes.hidden
+        return replace(layer, mlp=0) if tiled else layer
+
+    def _tile(self, tokens: int) -> int:
+        """Bytes of a tile with its gradients, and of the sums of weights' gradients."""
+        hidden, number = self.sizes.hidden, self.number
+        if not self.model.tiled_mlp or tokens <= hidden:
+            return 0
+        columns = max(layer.mlp for layer in self.sizes.decoder if not layer.sent)
+        summed = 3 * (4 + number) if self.trained.language else 0
+        return hidden * columns * (number * (self._gated_columns() + SLOPES) + summed)
 
     def _layer(self, layer: LayerSizes, narrow: int) -> int:
         """Bytes that a layer keeps of each token on one rank."""
@@ -330,7 +365,8 @@ class _Estimate:
             held += self.number * (6 * vision.width + mlp)
         fewer = sum(is_recomputed(place, recomputed) for place in range(blocks))
         kept = patches * (fewer * held + (blocks - fewer) * block)
-        return _Tower(kept, patches * (block - held) if fewer else 0)
+        inputs = patches * self.number * vision.width * max(0, fewer - ON_DEVICE)
+        return _Tower(kept, patches * (block - held) if fewer else 0, inputs)
 
     def _tower_block(self, rank: _Rank) -> tuple[int, int, int]:
         """Bytes a patch keeps in a block of the tower, blocks, and patches of this rank."""
@@ -462,6 +498,8 @@ def least_that_fits(
     tried: list[str] = []
     for value in LADDER:
         if value == "selective" and why_not_selective(model, split) is not None:
+            continue
+        if value == "none" and model.activation_offloading:  # there would be nothing to move
             continue
         chosen = model.model_copy(update={"activation_checkpointing": value})
         figures = estimate(chosen)

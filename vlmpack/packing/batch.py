@@ -26,7 +26,7 @@ token, and windows have 2 x 2 tokens:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from typing import ClassVar, Literal, TypeVar
@@ -270,6 +270,8 @@ class ContextSlice:
         by_row: whether the row was cut into chunks, and not each segment.
         label_positions: (l,) int64, indices into the slice that carry a label.
         targets: (l,) int64, their labels.
+        media_positions: (m,) int64, indices into the slice of its placeholders.
+        media_sources: (m,) int64, which of the features of the row's images each gets.
         label_sequences: (l,) int64, the sequence of each in the whole row; None where no sample is
             a pair.
         all_sum: sums a tensor, element by element, over the ranks that share the row. The gradient
@@ -282,6 +284,8 @@ class ContextSlice:
     natural_order: Tensor
     label_positions: Tensor
     targets: Tensor
+    media_positions: Tensor
+    media_sources: Tensor
     heads_order: Tensor | None = None
     by_row: bool = False
     label_sequences: Tensor | None = None
@@ -454,6 +458,19 @@ class PackedBatch(_Slots):
         if self.context is None:
             return _Slots.own_labels(self)
         return self.context.label_positions, self.context.targets
+
+    def own_slots(self) -> PackedBatch:
+        """The row with ids, positions and placeholders of this rank's slots alone."""
+        part = self.context
+        if part is None:
+            return self
+        return replace(
+            self,
+            input_ids=self.input_ids.index_select(1, part.row_index),
+            position_ids=self.position_ids.index_select(-1, part.row_index),
+            media_positions=part.media_positions,
+            media_sources=part.media_sources,
+        )
 
     def packed_seq_params(self) -> PackedSeqParams:
         """The segment boundaries in the form that the model takes."""

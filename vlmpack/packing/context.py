@@ -80,6 +80,10 @@ def slice_for_context(
     row_index = rows[rank]
     labels = batch.labels.flatten()[row_index]
     label_positions = batch.loss_mask.flatten()[row_index].nonzero().squeeze(1)
+    slots = torch.full_like(batch.labels.flatten(), -1)
+    slots[row_index] = torch.arange(row_index.shape[0])
+    slots = slots[batch.media_positions]
+    mine = (slots >= 0).nonzero().squeeze(1)
     sequences = None
     if batch.label_sequences is not None:
         by_slot = torch.zeros_like(batch.labels.flatten())
@@ -96,6 +100,8 @@ def slice_for_context(
             by_row=by_row,
             label_positions=label_positions,
             targets=labels[label_positions],
+            media_positions=slots[mine],
+            media_sources=mine if batch.media_sources is None else batch.media_sources[mine],
             label_sequences=sequences,
             all_sum=all_sum,
         ),

@@ -82,6 +82,23 @@ def layers_compile_alone(model: ModelSection, training: TrainingSection) -> list
     ]
 
 
+def long_rows_take_less(model: ModelSection, training: TrainingSection) -> list[Problem]:
+    """What gives up time for memory is there, and leaves less of it to hold."""
+    broken = (
+        (model.backend == "mcore", "needs model.backend: hf"),
+        (bool(model.compile), "changes layers that are compiled whole; use model.compile: false"),
+        (training.cuda_graphs != "none", "was never captured; use training.cuda_graphs: none"),
+    )
+    keeps_all = model.activation_checkpointing == "none"
+    inputs = (keeps_all, "moves inputs of recomputed layers, and activation_checkpointing is none")
+    return [
+        Problem(("model", name), f"true {what}; or set it to false")
+        for name, ways in (("tiled_mlp", broken), ("activation_offloading", (*broken, inputs)))
+        for is_so, what in ways
+        if is_so and getattr(model, name)
+    ]
+
+
 def why_not_selective(model: ModelSection, parallelism: ParallelismSection) -> str | None:
     """Why what matrix products make cannot be kept for the backward pass; None where it can."""
     if model.attention == "transformer_engine":

@@ -208,6 +208,15 @@ class ModelSection(Section):
     that fits 90% of the free memory by plan's estimate, and tries 4, 3 and 2 for n. A launch logs
     what it took."""
 
+    activation_offloading: bool = False
+    """For the hf engine on CUDA. Inputs of layers that are computed again wait for the backward
+    pass in pinned host memory. They are copied while the layers beside them run."""
+
+    tiled_mlp: bool = False
+    """For the hf engine. MLPs of the decoder are computed in tiles of tokens, of which the backward
+    pass runs one at a time again. This helps rows of which a process holds more tokens than the
+    model is wide."""
+
     memory_gib: float | None = Field(default=None, gt=0)
     """Memory that `activation_checkpointing: auto` may count on. If null, what is free on the
     device at hand."""

@@ -59,6 +59,8 @@ def context_slice(rank: int, size: int) -> ContextSlice:
         natural_order=torch.cat(rows).argsort(),
         label_positions=nothing,
         targets=nothing,
+        media_positions=nothing,
+        media_sources=nothing,
     )
 
 

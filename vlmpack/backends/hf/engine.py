@@ -64,6 +64,7 @@ from vlmpack.backends.hf.sharding import (
     whole_shapes,
     whole_state,
 )
+from vlmpack.backends.hf.tiled_mlp import tile_mlps
 from vlmpack.backends.hf.whole_copy import (
     copy_buffers,
     fill_whole,
@@ -96,6 +97,11 @@ DRAWS_IN_GRAPHS = (
     "config.json of the model has dropout or jitter above 0. A layer that is computed again must "
     "draw the same numbers, and no graph reads their state. Set it to 0 there, or "
     "training.cuda_graphs: none, or model.activation_checkpointing: none"
+)
+
+DRAWS_IN_TILES = (
+    "model.tiled_mlp: the model draws random numbers, for dropout or jitter, and a tile that is "
+    "computed again would draw others; set them to 0, or tiled_mlp: false"
 )
 
 
@@ -146,8 +152,10 @@ class HFEngine:
         stranger = encoder.family.proven_by_verify
         self.fused, why_none = _fused(loaded, model, ranks.device, narrow=not stranger)
         self.draws = self._draws(loaded, model, captures=compute.captures)
-        recompute_layers(loaded, model.recomputed, draws=self.draws)
+        away = ranks.device if model.activation_offloading else None
+        recompute_layers(loaded, model.recomputed, draws=self.draws, offloaded_from=away)
         self.components, self.adapted = self._adapt(loaded)
+        tiled = tile_mlps(language) if model.tiled_mlp else 0
         narrow = self._narrowed(loaded) if self._is_narrow() else 0
         self.vlm = packed_model(loaded, encoder)
         balance = self.vlm.router_loss = router_loss(language, model.router_aux_loss_coef)
@@ -169,8 +177,7 @@ class HFEngine:
         self.graph = self.vlm.capture_decoder(recorder(self.device)) if compute.captures else None
         # DDP's buckets hold them; but weights that no sample reaches must have none, or they decay.
         self.drops_gradients = self.sharded or ranks.world_size == 1 or stranger
-        named = self.vlm.model.named_parameters()
-        self.trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        self.trained = [(n, p) for n, p in self.vlm.model.named_parameters() if p.requires_grad]
         self.optimizer = self._built_optimizer()
         self.optimizer_steps = 0
         self.module.eval()  # peft adds layers in training mode, and later the root alone is asked
@@ -185,6 +192,7 @@ class HFEngine:
             "fused layers": f"none ({why_none})" if self.fused is None else self.fused.described(),
             **({} if self.compiled is None else {"compiled layers": self.compiled.described()}),
             "recomputed": described(model.recomputed),
+            **_described_savings(model, tiled),
             **self._described_parameters(narrow, rounded),
         }
 
@@ -202,6 +210,8 @@ class HFEngine:
             raise CapabilityError(DRAWS_IN_GRAPHS)
         if draws and model.compile:
             raise CapabilityError(DRAWS_IN_COMPILED)
+        if draws and model.tiled_mlp:
+            raise CapabilityError(DRAWS_IN_TILES)
         return draws
 
     def _is_narrow(self) -> bool:
@@ -470,6 +480,14 @@ class HFEngine:
         copy.generation_config = deepcopy(model.generation_config)
         copy_buffers(model, copy, self.device)
         return fill_whole(copy, whole_parameters(model), self.compute_dtype)
+
+
+def _described_savings(model: ModelSection, tiled: int) -> dict[str, str]:
+    """What long rows are given up time for."""
+    return {
+        **({"tiles": f"{tiled} MLPs, by tokens"} if tiled else {}),
+        **({"offloaded": "inputs of recomputed layers"} if model.activation_offloading else {}),
+    }
 
 
 def _loaded(folder: Path, policy: TrainingPolicy, paths: ModulePaths, *, sharded: bool) -> Any:

@@ -57,7 +57,7 @@ from vlmpack.capabilities.refused import refusal
 from vlmpack.encode import Encoder
 from vlmpack.errors import CapabilityError
 from vlmpack.families.base import Family, ImageFeatures
-from vlmpack.packing import Batch, Media, PackedSeqParams, PaddedBatch
+from vlmpack.packing import Batch, Media, PackedBatch, PackedSeqParams, PaddedBatch
 from vlmpack.packing.media import move_media
 from vlmpack.recurrence import RowSegments
 
@@ -96,11 +96,6 @@ class MergedInputs:
 
     embeds: Tensor
     deep: tuple[Tensor, ...] = ()
-
-    def at(self, slots: Tensor) -> MergedInputs:
-        """Those of some slots of the row."""
-        deep = tuple(layer.index_select(0, slots) for layer in self.deep)
-        return MergedInputs(self.embeds.index_select(0, slots), deep)
 
 
 def transformers_spelling(params: PackedSeqParams) -> dict[str, Any]:
@@ -159,6 +154,11 @@ def block_masks(
     lengths = params.segment_lengths if params is not None else (slots,) * rows
     device, blocks = batch.input_ids.device, batch.image_blocks
     return {"image_masks": BlockMasks(lengths, blocks, device, in_windows_alone=in_windows_alone)}
+
+
+def own_slots(batch: Batch) -> Batch:
+    """The batch that embeddings, positions and images are of: those of a rank's part of a row."""
+    return batch.own_slots() if isinstance(batch, PackedBatch) else batch
 
 
 def _deep_arguments(deep: Sequence[Tensor]) -> dict[str, Any]:
@@ -257,9 +257,7 @@ class PackedLM(nn.Module):
         Raises:
             CapabilityError: a packed row without boundaries, or a padded batch with some.
         """
-        merged = self.merge(batch)
-        if batch.context is not None:
-            merged = merged.at(batch.context.row_index)
+        merged = self.merge(own_slots(batch))
         return self.decode(batch, packed_seq_params, merged)
 
     def decode(
@@ -277,26 +275,22 @@ class PackedLM(nn.Module):
                     deep=merged.deep,
                 )
             )
-        by_slot = self.family.decoder_arguments(self.model, batch.input_ids, batch.media_positions)
-        positions = batch.position_ids
+        own = own_slots(batch)
         arguments = {
             **_deep_arguments(merged.deep),
             **_boundaries(batch, packed_seq_params),
             **self._image_masks(batch, packed_seq_params),
-            **by_slot,
+            **self.family.decoder_arguments(self.model, own.input_ids, own.media_positions),
         }
         if batch.context is not None:
             assert self.context_group is not None
-            own = batch.context.row_index
-            positions = positions.index_select(-1, own)
-            arguments |= {name: value.index_select(1, own) for name, value in by_slot.items()}
             arguments["head_exchange"] = self.context_group.exchange(
                 batch.context, batch.segment_lengths
             )
         router_loss = self.router_loss if torch.is_grad_enabled() else None
         if router_loss is not None:
             arguments["output_router_logits"] = True
-        output = self._run(merged.embeds, positions, packed_seq_params, arguments)
+        output = self._run(merged.embeds, own.position_ids, packed_seq_params, arguments)
         hidden: Tensor = output.last_hidden_state.flatten(0, 1)
         return (
             hidden

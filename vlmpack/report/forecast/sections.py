@@ -409,6 +409,7 @@ def _memory(memory: MemoryFigures) -> Section:
             f"computed again in the backward pass: {memory.recomputed}",
             *memory.formula,
             *([_PAGED.format(sized(memory.paged))] if memory.paged else []),
+            *([_OFFLOADED.format(sized(memory.offloaded))] if memory.offloaded else []),
             *([_ANSWERS] if memory.answers else []),
             *([_ON_GPUS] if memory.dtype == "bfloat16" else []),
         ),
@@ -418,6 +419,7 @@ def _memory(memory: MemoryFigures) -> Section:
 _PAGED = (
     "not in the total: {} of moments in pages, on the GPU while there is room, else on the host"
 )
+_OFFLOADED = "not in the total: {} of activations in pinned memory of the host"
 _ANSWERS = (
     "answers: a whole copy of the model on each rank, in the place of activations and logits, as "
     "no step runs then. Its cache of keys and values is left out"
