@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+from support.engines import make_engine, policy
 from support.recipes import run_settings
+from support.shards import TINY_MODEL
 from typer.testing import CliRunner
 
 from vlmpack.cli.app import app as whole
 from vlmpack.cli.recipe import app
+from vlmpack.encode import Encoder
 from vlmpack.errors import VlmpackError
 from vlmpack.recipe import dump_recipe, load_recipe
 
@@ -129,6 +132,7 @@ def test_missing_file_fails(tmp_path):
     assert "no such file" in output
 
 
+@pytest.mark.slow
 def test_check_opens_the_adapters_that_a_run_would_go_on_with(tmp_path):
     settings = run_settings(tmp_path, model__adapter=str(tmp_path), trainable__language="lora")
     recipe = tmp_path / "recipe.yaml"
@@ -136,3 +140,14 @@ def test_check_opens_the_adapters_that_a_run_would_go_on_with(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "lora_alpha": 4}')
     code, output = invoke("check", recipe)
     assert code == 1 and f"model.adapter: {tmp_path} has no adapter_model.safetensors" in output
+    chosen = policy("frozen", "frozen", "lora", targets=("q_proj",))
+    engine = make_engine(TINY_MODEL, Encoder(TINY_MODEL), policy=chosen)
+    engine.export_adapter(tmp_path, base=str(TINY_MODEL))
+    code, output = invoke("check", recipe)
+    assert code == 0 and "not checked: the data. Run" in output, "layers of adapters were seen"
+    code, output = invoke("check", recipe, "trainable.lora.targets=[q_proj, v_proj]")
+    assert code == 1 and "model.adapter: the adapters in" in output
+    settings["model"]["adapter"] = None
+    recipe.write_text(json.dumps(settings))
+    _, output = invoke("check", recipe, "trainable.lora.targets=[q_proj]")
+    assert "whether the model has the layers of trainable.lora.targets" in output

@@ -90,8 +90,9 @@ def check(recipe: RecipePath, overrides: Overrides = None, world_size: WorldSize
     run_note = note_of_run(loaded)
     for note in (*notes(loaded, processes), *([run_note] if run_note else [])):
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
-    adapted = loaded.trainable.uses("lora") and loaded.trainable.lora.targets != "all-linear"
-    layers = ", whether the model has the layers of trainable.lora.targets" if adapted else ""
+    named = loaded.trainable.uses("lora") and loaded.trainable.lora.targets != "all-linear"
+    unseen = named and (model or loaded.model.adapter is None)  # opened adapters have their layers
+    layers = ", whether the model has the layers of trainable.lora.targets" if unseen else ""
     own = dict.fromkeys(f"python:{each.name}" for each in registered_in(loaded))
     handed = f", {', '.join(own)}, which a program hands to vlmpack.finetune" if own else ""
     unopened = (
