@@ -276,11 +276,16 @@ def at_stop(release: Callable[[], None]) -> None:
 
 
 def stop_process_group() -> None:
+    groups: list[Any] = []
     if dist.is_initialized():
+        groups = [*dist.distributed_c10d._world.pg_map]
         dist.destroy_process_group()
     while _at_stop:
         _at_stop.pop()()
     gc.collect()  # engines are cycles; left to the interpreter's shutdown, they would end too late
+    # A group ends its threads with its last owner. Where that was DDP's reducer, in C++, it waited
+    # for them with the interpreter's lock, which they take to drop a tensor. Python gives it up.
+    groups.clear()
 
 
 DAY = 86400.0
