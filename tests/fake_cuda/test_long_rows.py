@@ -40,6 +40,7 @@ def test_a_rank_holds_its_part_of_a_long_row(case: tuple[int, str, bool, bool]) 
 def test_tiles_and_offload_each_save(tokens: int, recompute: str) -> None:
     plain, tiles, offload, both = (_found()[tokens, recompute, *way]["peak"] for way in WAYS)
     assert offload < plain - 2 * GIB
-    assert both <= offload and tiles < plain
+    assert both <= offload and tiles <= plain  # under `full` the peak may be the head's
+    assert recompute == "full" or tiles < plain - 20 * GIB
     host = _found()[tokens, recompute, False, True]["offloaded"]
     assert host > 34 * 8192 * tokens / 8  # the inputs of all layers but two, in bfloat16
