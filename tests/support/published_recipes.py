@@ -52,6 +52,14 @@ PUBLISHED = {
         twin_processes=2,
     ),
     "gemma4-e4b-lora-1gpu": Published("Gemma-4-E4B", "models/gemma-4-E4B-it", "gemma4", 1),
+    "gemma4-e4b-64k-8gpu": Published(
+        "Gemma-4-E4B",
+        "models/gemma-4-E4B-it",
+        "gemma4",
+        8,
+        ("parallelism.context=2",),
+        twin_processes=2,
+    ),
     "qwen3_5-0.8b-captured-8gpu": Published("Qwen3.5-0.8B", "models/Qwen3.5-0.8B", "qwen3_5", 8),
     "qwen3_6-27b-dpo-lora-8gpu": Published(
         "Qwen3.6-27B",
