@@ -165,14 +165,17 @@ def test_a_coco_file_becomes_a_sample_for_each_image(tmp_path: Path) -> None:
 
 def test_an_image_without_boxes_is_a_bad_record(tmp_path: Path) -> None:
     source = coco_folder(tmp_path, COCO | {"annotations": COCO["annotations"][:1]})
-    with pytest.raises(DataError, match=r"image 9: .*nothing to write: 'objects' has no shape"):
+    with pytest.raises(DataError, match="image 9: has no box, or regions of iscrowd alone"):
         converted(source, tmp_path / "out", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"categories": []}, r"is no COCO file of boxes: annotations\[0\]: KeyError\(5\)"),
+        (
+            {"categories": []},
+            r"image 9: annotations\[1\] has category_id 1; expected an id of 'categories' \(none\)",
+        ),
         ({"categories": [{}]}, "no COCO file of boxes: categories: KeyError"),
         ({"annotations": [{"image_id": 3, "bbox": [1, 2], "category_id": 1}]}, "is no COCO file"),
         (
@@ -195,11 +198,20 @@ def test_a_damaged_coco_file_is_named(tmp_path: Path, changes: Any, why: str) ->
         converted(coco_folder(tmp_path, COCO | changes), tmp_path / "out", tmp_path)
 
 
+def test_a_box_beyond_its_image_is_a_bad_record(tmp_path: Path) -> None:
+    boxes = [[10, 0, 30, 31], [-1, 2, 8, 8]]
+    other = [{**a, "bbox": b} for a, b in zip(COCO["annotations"], boxes, strict=False)]
+    source = coco_folder(tmp_path, COCO | {"annotations": other})
+    said = [str(record.fault) for record in open_records(source)]
+    assert "has a box from -1, 2 to 7, 10, beyond its 40 x 30 pixels" in said[0]
+    assert "has a box from 10, 0 to 40, 31, beyond its 40 x 30 pixels" in said[1]
+
+
 def test_boxes_of_an_image_of_another_size_are_refused(tmp_path: Path) -> None:
     """The file was resized, or turns by its EXIF, after the boxes were drawn."""
-    other = [{**COCO["images"][0], "width": 30, "height": 40}, COCO["images"][1]]
+    other = [{**COCO["images"][0], "width": 41, "height": 30}, COCO["images"][1]]
     source = coco_folder(tmp_path, COCO | {"images": other})
-    why = r"image 9: its boxes are on an image of 30 x 40 pixels, and 'in/b.png' has 40 x 30"
+    why = r"image 9: its boxes are on an image of 41 x 30 pixels, and 'in/b.png' has 40 x 30"
     with pytest.raises(DataError, match=why):
         converted(source, tmp_path / "out", tmp_path)
     unsaid = [{"id": each["id"], "file_name": each["file_name"]} for each in COCO["images"]]

@@ -18,7 +18,7 @@ import sys
 import tarfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -358,20 +358,18 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
 
 
-def ownerless(before: set[str]) -> set[str]:
-    """What has come since and no living process has mapped: other programs use the folder too. By
-    inode, since glibc maps a semaphore under another name before it gives it its own."""
-    if not (come := shared_memory() - before):
-        return set()
-    mapped = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+def mapped(processes: Iterable[int]) -> set[str]:
+    """Names in shared memory that some of these processes have mapped. By inode, since glibc maps a
+    semaphore under another name before it gives it its own."""
+    inodes = set()
+    for number in processes:
         with suppress(OSError):
-            lines = maps.read_text(errors="replace").splitlines()
-            mapped |= {line.split()[4] for line in lines if "/dev/shm/" in line}
+            lines = Path(f"/proc/{number}/maps").read_text(errors="replace").splitlines()
+            inodes |= {line.split()[4] for line in lines if "/dev/shm/" in line}
     found = set()
-    for name in come:
+    for name in shared_memory():
         with suppress(OSError):
-            if str(Path("/dev/shm", name).stat().st_ino) not in mapped:
+            if str(Path("/dev/shm", name).stat().st_ino) in inodes:
                 found.add(name)
     return found
 
@@ -426,7 +424,7 @@ class Chain:
     def die(self, endpoint: str | None, death: Death, processes: int) -> Outcome | None:
         """One launch that dies; what is wrong afterwards is in `problems`. None: it was done."""
         recipe = self.recipe(endpoint, self.run_dir)
-        before, first = shared_memory(), len(recorded(self.run_dir))
+        first = len(recorded(self.run_dir))
         wanted = first + self.draw.randint(1, STEPS_PER_DEATH - 4)
         launcher = death.launcher or (processes > 1 and self.draw.random() < 0.4)
         run = launch(recipe, processes, self.log, launcher=launcher)
@@ -436,13 +434,14 @@ class Chain:
             begun = time.monotonic()
             if not run.trainers():
                 return None
+            own = mapped(process.pid for process in run.alive())  # other programs have some too
             death.kill(run, self.draw)
             survived = self._wait_for_the_end(run, death, wanted)
             seconds = time.monotonic() - begun
             left = run.alive()
             codes = run.codes()
             limit = time.monotonic() + ORPHAN_SECONDS
-            while (memory := ownerless(before)) and time.monotonic() < limit:
+            while (memory := own & shared_memory()) and time.monotonic() < limit:
                 time.sleep(0.2)  # Python's tracker removes what others left once they are gone
         finally:
             run.end()

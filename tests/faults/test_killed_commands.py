@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 import pytest
-from faults.deaths import MARK, ORPHAN_SECONDS, Launched, ownerless, shared_memory
+from faults.deaths import MARK, ORPHAN_SECONDS, Launched, mapped, shared_memory
 from support.pairs import raw_pairs, write_pairs
 from support.recipes import changed, copy_samples, run_settings, write_recipe
 from support.shards import ROOT, TINY_MODEL
@@ -140,19 +140,20 @@ def digests(folder: Path | None) -> dict[str, str]:
 def test_a_killed_command_is_done_by_the_same_command(
     tmp_path: Path, make: Callable[[Path], Command], deaths: int, record_property: Any
 ) -> None:
-    log, before = tmp_path / "log", shared_memory()
+    log = tmp_path / "log"
     command = make(tmp_path)
     listed = {path.name for path in tmp_path.iterdir()}
     seconds, expected = finished(command, log)
     if command.output is not None:
         assert expected, "guard: it leaves nothing"
         shutil.rmtree(command.output)
-    draw, died = random.Random(make.__name__), 0
+    draw, died, own = random.Random(make.__name__), 0, set[str]()
     for _ in range(5 * deaths):
         run = start(command, log)
         try:
             time.sleep(seconds * draw.uniform(0.3, 1))
             died += run.ranks[0].poll() is None
+            own |= mapped(process.pid for process in run.alive())
             run.ranks[0].send_signal(signal.SIGKILL)
             run.ranks[0].wait()
             # A fork server that was just started imports first.
@@ -176,7 +177,7 @@ def test_a_killed_command_is_done_by_the_same_command(
     # docs/plan.md says so of a measurement.
     assert not [name for name in left_over if not name.startswith("run.measured-")], left_over
     limit = time.monotonic() + ORPHAN_SECONDS
-    while (memory := ownerless(before)) and time.monotonic() < limit:
+    while (memory := own & shared_memory()) and time.monotonic() < limit:
         time.sleep(0.2)
     assert not memory
     record_property("injections", died)

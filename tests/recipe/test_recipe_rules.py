@@ -639,12 +639,12 @@ def test_hf_shares_rows_by_heads(tiny_folder):
     odd = ParallelismSection(context=6, context_heads=3)
     (problem,) = check(config, model, odd)
     assert problem.path == ("parallelism", "context_heads")
-    assert problem.message.startswith(f"{tiny_folder}/config.json: 3 of the 6 processes of a row")
-    assert "share out the num_attention_heads 4 in 2 groups. Sizes that can: 1, 2" in (
+    assert problem.message.startswith(f"{tiny_folder}/config.json: 3 processes cannot")
+    assert "share out the num_attention_heads 4 in num_key_value_heads 2. Sizes that can: 1, 2" in (
         problem.message
     )
     (problem,) = check(config, model, ParallelismSection(context_heads=2))
-    assert "2 of the 1 processes of a row" in problem.message
+    assert "2 does not divide parallelism.context 1. Use one of 1" in problem.message
     on_mcore = ModelSection(path=str(tiny_folder), backend="mcore")
     assert check(config, on_mcore, odd) == []
     (problem,) = rule("context_heads_need_hf")(on_mcore, odd)

@@ -225,12 +225,16 @@ class HeadDegrees:
 
     def _refusal(self, split: ParallelismSection, fitting: list[int]) -> str:
         context, sizes = split.context, fitting
-        who = f"{split.context_heads} of the {context} processes of a row"
+        who, asked = f"{split.context_heads} processes", split.context_heads
+        if fitting and asked is not None and context % asked:
+            named = ", ".join(map(str, fitting))
+            return f"{asked} does not divide parallelism.context {context}. Use one of {named}"
         if not fitting:
             who = f"{context} processes"
             sizes = [size for size in range(1, _MOST + 1) if self.fitting(size)]
         each = ([] if fitting else self._uneven_states(context)) or [
-            f"num_attention_heads {heads} in {groups} groups" for heads, groups in self.heads
+            f"num_attention_heads {heads} in num_key_value_heads {groups}"
+            for heads, groups in self.heads
         ]
         why = f", each by all, since the model {self.whole}" if self.whole else ""
         return (

@@ -30,7 +30,7 @@ from vlmpack.errors import DataError, VlmpackError, schema_error
 from vlmpack.storage.fetch import Fetcher, LocalFetcher, ShardStamp
 from vlmpack.storage.sources import SPLITS_FILE, STATE_FILE, files_of_folder
 from vlmpack.whole_file import open_regular, regular_text
-from vlmpack.words import counted
+from vlmpack.words import counted, some_of
 
 TEXTS: Mapping[str, Callable[[Fetcher, ShardStamp, SampleCaps], RecordFile]] = {
     "JSONL": JsonLines,
@@ -128,6 +128,7 @@ class CocoImages:
 
     def __iter__(self) -> Iterator[Record]:
         content, boxes, place = self.content, defaultdict[object, list[Any]](list), "categories"
+        faults: dict[object, str] = {}
         try:
             names = {each["id"]: each["name"] for each in content["categories"]}
             for n, each in enumerate(content["annotations"]):
@@ -136,8 +137,11 @@ class CocoImages:
                     x, y, width, height = each["bbox"]
                     # Sums of decimals are a little off, and may leave the image.
                     box = [x, y, round(x + width, 6), round(y + height, 6)]
-                    label = names[each["category_id"]]
-                    boxes[each["image_id"]].append({"bbox_2d": box, "label": label})
+                    kind, image = each["category_id"], each["image_id"]
+                    if kind not in names:
+                        expected = f"an id of 'categories' ({some_of(names, 5) or 'none'})"
+                        faults[image] = f"{place} has category_id {kind!r}; expected {expected}"
+                    boxes[image].append({"bbox_2d": box, "label": names.get(kind)})
             place = "images"
             images, listed = [], set[object]()
             for n, each in enumerate(content["images"]):
@@ -156,14 +160,27 @@ class CocoImages:
         for number, name, size in images:
             said = (("user", f"<image>{self.question}"), ("assistant", "{{objects}}"))
             turns = [{"role": role, "content": text} for role, text in said]
-            # An image without boxes has no answer, and is refused.
-            objects: Any = boxes[number] or {"bbox": []}
-            value = {"messages": turns, "images": [name], "objects": objects}
-            yield Record(f"{self.path}, image {number}", value, size=size)
+            value = {"messages": turns, "images": [name], "objects": boxes[number]}
+            why = faults.get(number) or _misfit([box["bbox_2d"] for box in boxes[number]], size)
+            at = f"{self.path}, image {number}"
+            yield Record(at, None, schema_error(why)) if why else Record(at, value, size=size)
         for number in (each for each in boxes if each not in listed):
             count = counted(len(boxes[number]), "box", "boxes")
             fault = schema_error(f"has {count}, and 'images' does not list it")
             yield Record(f"{self.path}, image {number}", None, fault)
+
+
+def _misfit(boxes: Sequence[Sequence[float]], size: tuple[Any, Any] | None) -> str:
+    """What is wrong with the boxes of an image; empty where nothing is."""
+    if not boxes:
+        return "has no box, or regions of iscrowd alone, so there is no answer"
+    if size is None or not all(isinstance(side, int | float) for side in size):
+        return ""
+    width, height = size
+    for x1, y1, x2, y2 in boxes:
+        if x1 < 0 or y1 < 0 or x2 > width or y2 > height:
+            return f"has a box from {x1}, {y1} to {x2}, {y2}, beyond its {width} x {height} pixels"
+    return ""
 
 
 def _coco_content(path: Path) -> Mapping[str, Any] | None:
