@@ -300,7 +300,7 @@ class _Estimate:
         hidden, number = self.sizes.hidden, self.number
         if not self.model.tiled_mlp or tokens <= hidden:
             return 0
-        columns = max(layer.mlp for layer in self.sizes.decoder if not layer.sent)
+        columns = max((layer.mlp for layer in self.sizes.decoder if not layer.sent), default=0)
         summed = 3 * (4 + number) if self.trained.language else 0
         return hidden * columns * (number * (self._gated_columns() + SLOPES) + summed)
 

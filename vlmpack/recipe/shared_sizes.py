@@ -1,7 +1,8 @@
-"""What processes share out of a language model under megatron-core, and which ways go up evenly.
+"""What processes share out of a language model, and which ways go up evenly.
 
-The recipe's rules read these sizes from config.json, the engine from transformers' config: both ask
-the same function, so what `vlmpack recipe check` passes is what the engine takes.
+`SharedSizes` is of megatron-core. The recipe's rules read it from config.json, the engine from
+transformers' config. `HeadDegrees` is of the hf engine, and both read config.json. So what
+`vlmpack recipe check` passes is what the engine takes.
 """
 
 from __future__ import annotations

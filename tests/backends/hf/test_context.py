@@ -183,6 +183,8 @@ IN_FOUR = {
 """How four ranks share a row. Of two key-value heads all four have copies only where asked to."""
 
 
+IN_PAIRS = ("qwen3_vl", "llava_onevision", "llama@1", "glm4v")
+"""Two ranks to a row, and one of four has an image; the last one runs whole."""
 OF_PAIRS = ("qwen3_vl+owner's part", "qwen3_vl+twice")
 
 
@@ -193,7 +195,7 @@ def in_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found = shared(tmp_path_factory.mktemp("four"), cases, 4)
     pairs = shared(
         tmp_path_factory.mktemp("pairs"),
-        ("qwen3_vl", "llava_onevision", "llama@1", *OF_PAIRS),
+        (*IN_PAIRS, *OF_PAIRS),
         2,
         processes=4,
         sharding="fsdp",
@@ -202,7 +204,7 @@ def in_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*IN_FOUR, "qwen3_vl", "llava_onevision", "llama@1"])
+@pytest.mark.parametrize("name", [*IN_FOUR, *IN_PAIRS])
 def test_four_processes_share_rows(in_four: dict[str, Any], name: str) -> None:
     check(in_four[name])
     how = IN_FOUR.get(name, "")

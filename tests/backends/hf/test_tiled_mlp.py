@@ -107,6 +107,16 @@ def test_frozen_weights_and_short_rows() -> None:
     assert model.mlp.rows == [WIDTH], "a tile is the whole row"
 
 
+def test_nothing_is_kept_where_nothing_learns() -> None:
+    """Of frozen layers in front, whose input needs no gradient either."""
+    model = layer()
+    model.requires_grad_(False)
+    tile_mlps(model)
+    x = torch.randn(1, TOKENS, WIDTH)
+    assert not model.mlp(x).requires_grad and model.mlp.rows == [WIDTH] * 4 + [TOKENS - 4 * WIDTH]
+    assert model.mlp(x.requires_grad_()).requires_grad
+
+
 def test_a_model_without_such_mlps_is_refused() -> None:
     with pytest.raises(CapabilityError, match=r"model\.tiled_mlp: Linear has no MLP of layers"):
         tile_mlps(nn.Linear(2, 2))

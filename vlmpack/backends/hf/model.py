@@ -497,7 +497,13 @@ class WholeVLM(_Whole, PackedVLM):
         is_image = torch.zeros_like(batch.input_ids, dtype=torch.bool)
         is_image.view(-1).index_fill_(0, batch.media_positions, True)
         images: dict[str, Any] = {}
-        if batch.media is not None:
+        unused: Tensor | float = 0.0
+        if batch.media is None:
+            # The blank image keeps every part of the tower in the graph. It goes first, as the
+            # tower does, since sharded weights are gathered in one order on all ranks.
+            features = self.image_features(self.blank, batch.input_ids.device).features
+            unused = 0.0 * features.sum()
+        else:
             images = self.family.image_arguments(
                 move_media(batch.media, batch.input_ids.device, self.vision.dtype)
             )
@@ -510,10 +516,7 @@ class WholeVLM(_Whole, PackedVLM):
             **images,
             **self.family.token_arguments(is_image),
         )
-        if batch.media is None:  # the blank image keeps every part of the tower in the graph
-            features = self.image_features(self.blank, hidden.device).features
-            hidden = hidden + 0.0 * features.sum().to(hidden.dtype)
-        return hidden
+        return hidden if batch.media is not None else hidden + torch.as_tensor(unused).to(hidden)
 
 
 class WholeLM(_Whole):

@@ -53,12 +53,13 @@ def _in_tiles(mlp: nn.Module, whole: Callable[[Tensor], Tensor], x: Tensor) -> T
     """The `forward` of an MLP for (..., S, D) x."""
     if x.shape[-2] <= x.shape[-1]:
         return whole(x)
-    if not torch.is_grad_enabled():
+    leaves = [*_leaves(mlp)]
+    if not torch.is_grad_enabled() or not (x.requires_grad or leaves):
         return _outputs(mlp, x)
     kept: list[Any] = []
     function: Any = _Tiles
     x = x if x.requires_grad else x.detach().requires_grad_()
-    output: Tensor = function.apply(_Keep.apply(x, kept), kept, mlp, *_leaves(mlp))  # type: ignore[no-untyped-call]
+    output: Tensor = function.apply(_Keep.apply(x, kept), kept, mlp, *leaves)  # type: ignore[no-untyped-call]
     return output
 
 
