@@ -33,6 +33,7 @@ from vlmpack.data.splits.survey import DataLaunch
 from vlmpack.encode.sample import VLMSample
 from vlmpack.encode.settings import EncoderSettings
 from vlmpack.errors import DataError
+from vlmpack.families.base import ModulePaths
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media
 from vlmpack.packing.budget import RowBudget
 from vlmpack.packing.collate import PackCollator
@@ -128,6 +129,8 @@ def image_tokens(width: int, height: int) -> int:
 
 class FakeFamily:
     """A family without a vision tower to be told anything."""
+
+    modules: ClassVar[ModulePaths] = ModulePaths(vision=None, projectors=(), language="model")
 
     def tower_rule_of(self, folder: Path) -> None:
         """None."""

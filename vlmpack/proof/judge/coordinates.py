@@ -9,8 +9,10 @@ from typing import Any
 
 from vlmpack.capabilities.served import SERVED
 from vlmpack.encode.coordinates import Size, beyond_images
+from vlmpack.errors import VlmpackError
 from vlmpack.families.coordinates import GENERIC, CoordinateRule
 from vlmpack.families.registry import served_family
+from vlmpack.model_folder.load import load_tokenizer
 from vlmpack.proof.judge.alone import Sample
 from vlmpack.proof.judge.findings import Finding, failed
 from vlmpack.proof.measure import Check
@@ -61,11 +63,9 @@ def _tokenizer_of(folder: str) -> Any:
     """The tokenizer of a model folder; None where it has none that loads."""
     if not folder or not Path(folder).is_dir():
         return None
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, ImportError, KeyError):
+        return load_tokenizer(Path(folder))
+    except VlmpackError:
         return None
 
 
