@@ -332,11 +332,11 @@ def beyond_images(text: str, rule: CoordinateRule, shown: Sequence[Size]) -> tup
     if in_pixels:
         most = [max(sides) for sides in zip(*shown, strict=True)]
     found = [
-        (text, numbers)
-        for text, numbers in _boxes_in(text)
-        if _FOUR.match(text) is None or (in_pixels and _has_area(numbers))
+        (box, numbers)
+        for box, numbers in _boxes_in(text)
+        if _FOUR.match(box) is None or (in_pixels and _has_area(numbers))
     ]
-    return len(found), next((text for text, each in found if _is_beyond(each, most)), None)
+    return len(found), next((box for box, numbers in found if _is_beyond(numbers, most)), None)
 
 
 def _boxes_in(text: str) -> list[tuple[str, list[float]]]:

@@ -225,13 +225,11 @@ class HeadDegrees:
         ]
 
     def _refusal(self, split: ParallelismSection, fitting: list[int]) -> str:
-        context, sizes = split.context, fitting
-        who, asked = f"{split.context_heads} processes", split.context_heads
+        context, asked, sizes = split.context, split.context_heads, fitting
         if fitting and asked is not None and context % asked:
             named = ", ".join(map(str, fitting))
             return f"{asked} does not divide parallelism.context {context}. Use one of {named}"
         if not fitting:
-            who = f"{context} processes"
             sizes = [size for size in range(1, _MOST + 1) if self.fitting(size)]
         each = ([] if fitting else self._uneven_states(context)) or [
             f"num_attention_heads {heads} in num_key_value_heads {groups}"
@@ -239,7 +237,8 @@ class HeadDegrees:
         ]
         why = f", each by all, since the model {self.whole}" if self.whole else ""
         return (
-            f"{who} cannot share out the {' and '.join(each) or 'heads'}{why}. "
+            f"{asked if fitting else context} processes cannot share out the "
+            f"{' and '.join(each) or 'heads'}{why}. "
             f"Sizes that can: {', '.join(map(str, sizes))}"
         )
 

@@ -497,7 +497,7 @@ class WholeVLM(_Whole, PackedVLM):
         is_image = torch.zeros_like(batch.input_ids, dtype=torch.bool)
         is_image.view(-1).index_fill_(0, batch.media_positions, True)
         images: dict[str, Any] = {}
-        unused: Tensor | float = 0.0
+        unused: Tensor | None = None
         if batch.media is None:
             # The blank image keeps every part of the tower in the graph. It goes first, as the
             # tower does, since sharded weights are gathered in one order on all ranks.
@@ -516,7 +516,7 @@ class WholeVLM(_Whole, PackedVLM):
             **images,
             **self.family.token_arguments(is_image),
         )
-        return hidden if batch.media is not None else hidden + torch.as_tensor(unused).to(hidden)
+        return hidden if unused is None else hidden + unused.to(hidden)
 
 
 class WholeLM(_Whole):

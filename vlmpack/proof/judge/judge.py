@@ -102,16 +102,16 @@ def judge(
     model.eval()
     singly, gradients = compute_alone(model, stock, samples, alone)
     total = sum(len(sample.losses) for sample in singly)
-    run = Run(model, collate, losses, shifted=(is_shifted := labels == "shifted"))
+    run = Run(model, collate, losses, shifted=labels == "shifted")
     copies = copied(list(samples))
     made = _batch(run, copies)
     if isinstance(made, Finding):
         return Judgement((made,), len(samples), total)
-    where, lost = _places(made, singly, is_shifted)
+    where, lost = _places(made, singly, run.shifted)
     if lost is not None:
         return Judgement((lost,), len(samples), total)
     findings = check_coordinates(model, singly)
-    findings += _check_batch(made, singly, where, is_shifted, opaque=losses is not None)
+    findings += _check_batch(made, singly, where, run.shifted, opaque=losses is not None)
     written = check_written(run, alone, list(samples), copies, singly)
     findings += written
     if any(one.fault for one in written):  # what follows makes further batches
@@ -124,7 +124,7 @@ def judge(
         return Judgement(tuple(findings), len(samples), total)
     outcome = [check_losses(run, made, computed, singly, where)]
     outcome += check_gradients(run, computed, gradients)  # which lets go of the graph
-    before = by_sample(made, computed, where, shifted=is_shifted)
+    before = by_sample(made, computed, where, shifted=run.shifted)
     changes = changes_of(model, samples, alone, change, findings)
     isolated = _later("isolation", check_isolation, run, samples, singly, where, before, changes)
     findings += [isolated, *outcome]
