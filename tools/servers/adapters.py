@@ -402,7 +402,7 @@ _STEPS = (
     *("normalize_qkv_proj", "_rename_expert_w_to_proj", "_normalize_in_proj"),
     *("_normalize_in_proj_qkvz", "normalize_gate_up_proj", "normalize_fused_qkv_a_proj"),
 )
-"""Of `LoRAAdapter._normalize_weights`, without those for a family that is none here."""
+"""Steps of SGLang's `LoRAAdapter._normalize_weights`, but those for families not read here."""
 
 
 def _text(model: Instance) -> Any:

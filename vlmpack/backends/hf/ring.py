@@ -120,7 +120,7 @@ class Sight:
     def of(
         cls, reader: Tensor, owner: Tensor, starts: Tensor, window: int | None, device: torch.device
     ) -> Sight:
-        """Of slots that two ranks hold of the row, (T / R,) int64 in order, on the CPU.
+        """What a rank sees of another, by the slots that each holds: (T / R,) int64, on the CPU.
 
         Args:
             starts: (T,) int64, where the segment of each slot starts.
@@ -261,7 +261,7 @@ class RingRow:
         return self.group.rank()
 
     def sight(self, reader: int, owner: int, window: int | None) -> Sight:
-        """Of two ranks of the ring; one of them is this process."""
+        """What one rank sees of another; one of them is this process."""
         key = (reader, owner, window)
         if key not in self._made:
             cut = (sum(self.lengths),) if self.by_row else self.lengths
@@ -285,8 +285,8 @@ class RingRow:
         return _Message(sent, received, works)
 
     def keys(self, pairs: Tensor, window: int | None) -> Iterator[tuple[int, int, Sight, Tensor]]:
-        """Of each step, the own keys first: whom this rank sent keys to, whom it reads keys of,
-        what is seen, and keys with values. Those of the next step are under way meanwhile."""
+        """Steps of the ring, the own keys first: whom this rank sent keys to, whom it reads keys
+        of, what is seen, and keys with values. The next step's are under way meanwhile."""
         size, rank = self.group.size(), self.rank
         steps = [((rank + step) % size, (rank - step) % size) for step in range(size)]
         arriving = _Message(pairs, pairs, ())
