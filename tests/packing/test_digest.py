@@ -17,6 +17,7 @@ from vlmpack.packing.batch import (
     ImageOwners,
     MediaPart,
     PixelTable,
+    Rollouts,
     TowerInputs,
     TowerSegments,
 )
@@ -30,6 +31,7 @@ AS_WIDE = {
     torch.int64: torch.float64,
     torch.float64: torch.int64,
     torch.int32: torch.float32,
+    torch.float32: torch.int32,
     torch.bool: torch.uint8,
 }
 """Another dtype of as many bytes."""
@@ -59,6 +61,7 @@ def full_row() -> PackedBatch:
             targets=ONES,
             media_positions=ONES,
             media_sources=ONES,
+            label_places=ONES,
         ),
         media_part=MediaPart(order=ONES, counts=(2,), rank=0),
         padding_mask=torch.zeros(1, 12, dtype=torch.bool),
@@ -94,6 +97,14 @@ def said_of_slots() -> dict[str, Any]:
         "reference": torch.zeros(2, dtype=torch.float64),
         "num_shared_patches": 4,
         "sources": ONES,
+        "rollouts": Rollouts(
+            sampler=torch.zeros(2),
+            temperatures=torch.ones(2),
+            advantages=torch.zeros(2, dtype=torch.float64),
+            rewards=torch.zeros(2, dtype=torch.float64),
+            old=torch.zeros(2),
+            reference=torch.zeros(2),
+        ),
     }
 
 

@@ -137,10 +137,10 @@ def test_a_slice_of_a_row_knows_the_sequence_of_each_label(pairs):
     row = PackCollator(pad_token_id=561, num_position_axes=3, pad_to_multiple_of=4)(pairs)
     found = []
     for rank in range(2):
-        own = slice_for_context(row, rank=rank, size=2).context
-        slots = own.row_index[own.label_positions].tolist()
-        found += zip(slots, own.label_sequences.tolist(), strict=True)
+        part = slice_for_context(row, rank=rank, size=2)
+        slots = part.context.row_index[part.context.label_positions].tolist()
+        found += zip(slots, part.own_part(row.label_sequences).tolist(), strict=True)
     wanted = zip(row.label_positions.tolist(), row.label_sequences.tolist(), strict=True)
     assert sorted(found) == sorted(wanted)
     empty = PackCollator(pad_token_id=561, num_position_axes=3, pad_to_multiple_of=4)([])
-    assert slice_for_context(empty, rank=1, size=2).context.label_sequences is None
+    assert slice_for_context(empty, rank=1, size=2).context.label_places.shape == (0,)

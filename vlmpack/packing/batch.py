@@ -191,6 +191,44 @@ class Prefix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnAnswer:
+    """What a sampler said of the answer that a sample learns.
+
+    Args:
+        log_p: (l,) float32 or wider, log-probabilities of the sample's label tokens, in order.
+        temperature: of the draw, above 0.
+        is_raw: whether `log_p` are of logits that were not divided by it.
+    """
+
+    log_p: Tensor
+    temperature: float
+    is_raw: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollouts:
+    """Columns of a row whose samples are rollouts: answers that a policy has drawn.
+
+    Args:
+        sampler: (L,) float32 or wider, log-probabilities of the label tokens when they were drawn.
+        temperatures: (N,) float32, of each answer's draw; None where all are 1.
+        is_raw: whether any of `sampler` are of logits that were not divided by a temperature.
+        advantages: (N,) float64, of each answer within its group; None until they are known.
+        rewards: (N,) float64; None until they are known.
+        old: (L,) log-probabilities at the start of the round; None where nothing was computed.
+        reference: (L,) the same under the reference model; None unless requested.
+    """
+
+    sampler: Tensor
+    temperatures: Tensor | None = None
+    is_raw: bool = False
+    advantages: Tensor | None = None
+    rewards: Tensor | None = None
+    old: Tensor | None = None
+    reference: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedSample:
     """One sample as token ids, before any packing.
 
@@ -205,6 +243,7 @@ class EncodedSample:
             each one's own, and each shows all images. Empty for a sample of one sequence.
         prefixes: those that a row may hold once for several samples, the shortest first, counted
             from the start of each sequence. Empty unless requested.
+        drawn: what a sampler said of the answer; None for a sample that is no rollout.
     """
 
     key: str
@@ -215,6 +254,7 @@ class EncodedSample:
     media_positions: Tensor
     sequences: tuple[int, ...] = ()
     prefixes: tuple[Prefix, ...] = ()
+    drawn: DrawnAnswer | None = None
 
     @property
     def length(self) -> int:
@@ -272,8 +312,7 @@ class ContextSlice:
         targets: (l,) int64, their labels.
         media_positions: (m,) int64, indices into the slice of its placeholders.
         media_sources: (m,) int64, which of the features of the row's images each gets.
-        label_sequences: (l,) int64, the sequence of each in the whole row; None where no sample is
-            a pair.
+        label_places: (l,) int64, which of the whole row's label tokens each is.
         all_sum: sums a tensor, element by element, over the ranks that share the row. The gradient
             of the sum is that of each rank's own part. None where nobody sums.
     """
@@ -286,9 +325,9 @@ class ContextSlice:
     targets: Tensor
     media_positions: Tensor
     media_sources: Tensor
+    label_places: Tensor
     heads_order: Tensor | None = None
     by_row: bool = False
-    label_sequences: Tensor | None = None
     all_sum: Callable[[Tensor], Tensor] | None = None
 
 
@@ -326,6 +365,7 @@ class _Slots:
     reference: Tensor | None = None
     num_shared_patches: int = 0
     sources: Tensor | None = None
+    rollouts: Rollouts | None = None
     overflows: bool = False
 
     @property
@@ -337,7 +377,7 @@ class _Slots:
     @property
     def num_pairs(self) -> int:
         """Samples that are pairs: of all or of none."""
-        return 0 if self.label_sequences is None else len(self.keys)
+        return len(self.keys) if len(self.lengths) > len(self.keys) else 0
 
     @property
     def num_features(self) -> int:
@@ -349,6 +389,17 @@ class _Slots:
     def own_labels(self) -> tuple[Tensor, Tensor]:
         """(L,) positions and targets of the label tokens; of a part of a row, those in it."""
         return self.label_positions, self.labels.flatten().index_select(0, self.label_positions)
+
+    def own_part(self, values: Tensor) -> Tensor:
+        """(L, ...) of the label tokens -> those of `own_labels`."""
+        return values
+
+    def own_temperatures(self) -> Tensor | None:
+        """Of `own_labels`, what their logits are divided by; None for nothing."""
+        if self.rollouts is None or self.rollouts.temperatures is None:
+            return None
+        assert self.label_sequences is not None
+        return self.rollouts.temperatures[self.own_part(self.label_sequences)]
 
     @property
     def num_tokens(self) -> int:
@@ -408,12 +459,13 @@ class PackedBatch(_Slots):
             another in both directions, host integers; empty where attention is causal throughout.
         media_sources: (M,) int64, which of the images' features each placeholder gets; None for
             them in their order. Both sequences of a pair get the same.
-        label_sequences: (L,) int64, the sequence of each label token; None where no sample is a
-            pair.
+        label_sequences: (L,) int64, the sequence of each label token; None unless samples are pairs
+            or rollouts.
         reference: (N,) float64, log-probabilities of the sequences under the reference model; None
             unless requested.
         sources: (samples,) int64, the source of each sample, in the order of the recipe's names;
             None unless requested.
+        rollouts: what is known of the samples' draws; None where they are no rollouts.
         overflows: whether the row has too many sequences for the run's fixed shape.
     """
 
@@ -458,6 +510,10 @@ class PackedBatch(_Slots):
         if self.context is None:
             return _Slots.own_labels(self)
         return self.context.label_positions, self.context.targets
+
+    def own_part(self, values: Tensor) -> Tensor:
+        """See _Slots."""
+        return values if self.context is None else values[self.context.label_places]
 
     def own_slots(self) -> PackedBatch:
         """The row with ids, positions and placeholders of this rank's slots alone."""

@@ -37,7 +37,7 @@ from vlmpack.errors import PackingError
 from vlmpack.packing.batch import IGNORE_INDEX, EncodedSample, Media, PackedBatch, PaddedBatch
 from vlmpack.packing.limits import whole
 from vlmpack.packing.media import check_media, each_once, image_blocks
-from vlmpack.packing.pairs import sequences_of, with_pairs
+from vlmpack.packing.pairs import sequences_of, with_pairs, with_rollouts
 from vlmpack.packing.prefix_rows import (
     PrefixSegment,
     check_prefix_tokens,
@@ -150,7 +150,8 @@ def pack_batch_sequences(
         media_positions=places,
     )
     blocks = image_blocks(shown, row.media_positions)
-    row = with_pairs(replace(row, image_blocks=blocks, media_sources=sources), samples, parts)
+    row = replace(row, image_blocks=blocks, media_sources=sources)
+    row = with_rollouts(with_pairs(row, samples, parts), samples)
     if not is_shared:
         return replace(row, overflows=overflows)
     row = replace(row, lengths=tuple(part.length for part in parts))
@@ -343,7 +344,7 @@ def pad_batch_sequences(
         image_blocks=image_blocks([part.media for part in parts], slots),
         media_sources=sources,
     )
-    return with_pairs(batch, samples, parts)
+    return with_rollouts(with_pairs(batch, samples, parts), samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,11 +84,7 @@ def slice_for_context(
     slots[row_index] = torch.arange(row_index.shape[0])
     slots = slots[batch.media_positions]
     mine = (slots >= 0).nonzero().squeeze(1)
-    sequences = None
-    if batch.label_sequences is not None:
-        by_slot = torch.zeros_like(batch.labels.flatten())
-        by_slot[batch.label_positions] = batch.label_sequences
-        sequences = by_slot[row_index][label_positions]
+    label_places = torch.searchsorted(batch.label_positions, row_index[label_positions])
     return replace(
         batch,
         context=ContextSlice(
@@ -99,10 +95,10 @@ def slice_for_context(
             heads_order=torch.cat(rows[first : first + heads]).argsort() if heads else None,
             by_row=by_row,
             label_positions=label_positions,
+            label_places=label_places,
             targets=labels[label_positions],
             media_positions=slots[mine],
             media_sources=mine if batch.media_sources is None else batch.media_sources[mine],
-            label_sequences=sequences,
             all_sum=all_sum,
         ),
     )

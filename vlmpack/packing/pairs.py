@@ -1,5 +1,7 @@
 """Pairs of sequences that share their images: one sample, two segments of a row.
 
+Rollouts have a sequence a sample, and what was known when it was drawn.
+
 chosen, rejected           <image> What is it?  A cat.     <image> What is it?  A dog.
 the pair                   c c c c c c c c c | r r r r r r r r r    sequences (9, 9)
 images, features           once, f0 f1 f2
@@ -21,10 +23,12 @@ from vlmpack.packing.batch import (
     IGNORE_INDEX,
     Batch,
     BatchT,
+    DrawnAnswer,
     EncodedSample,
     ImageOwners,
     Media,
     PackedBatch,
+    Rollouts,
 )
 from vlmpack.packing.image_owners import select_images
 
@@ -98,6 +102,38 @@ def with_pairs(
     return replace(batch, label_sequences=label_sequences(parts))
 
 
+def with_rollouts(batch: BatchT, samples: Sequence[EncodedSample]) -> BatchT:
+    """Add what samplers said of the samples' answers; unchanged where no sample is a rollout.
+
+    Raises:
+        PackingError: rollouts mixed with samples that are none, or with other log-probabilities
+            than label tokens.
+    """
+    drawn = [(sample, sample.drawn) for sample in samples if sample.drawn is not None]
+    if not drawn:
+        return batch
+    if len(drawn) < len(samples):
+        other = next(sample for sample in samples if sample.drawn is None)
+        raise PackingError(
+            f"sample {drawn[0][0].key!r} is a rollout and sample {other.key!r} is none; expected "
+            "one kind in a batch"
+        )
+    for sample, answer in drawn:
+        count = int((sample.labels != IGNORE_INDEX).sum())
+        if answer.log_p.shape != (count,):
+            raise PackingError(
+                f"sample {sample.key!r}: {count} label tokens, but log-probabilities of the shape "
+                f"{tuple(answer.log_p.shape)}; expected one for each"
+            )
+    temperatures = torch.tensor([answer.temperature for _, answer in drawn])
+    rollouts = Rollouts(
+        sampler=torch.cat([answer.log_p for _, answer in drawn]),
+        temperatures=None if bool((temperatures == 1).all()) else temperatures,
+        is_raw=any(answer.is_raw for _, answer in drawn),
+    )
+    return replace(batch, label_sequences=label_sequences(samples), rollouts=rollouts)
+
+
 def label_sequences(parts: Sequence[EncodedSample]) -> Tensor:
     """(L,) int64: the sequence of each label token of a row."""
     counts = torch.tensor([int((part.labels != IGNORE_INDEX).sum()) for part in parts])
@@ -165,7 +201,18 @@ def sample_in(batch: Batch, place: int) -> EncodedSample:
         media=media,
         media_positions=(shown >= 0).nonzero()[:, 0],
         sequences=lengths if batch.num_pairs else (),
+        drawn=_drawn(batch, place),
     )
+
+
+def _drawn(batch: Batch, place: int) -> DrawnAnswer | None:
+    """What a sampler said of a sample's answer; None where samples are no rollouts."""
+    given = batch.rollouts
+    if given is None:
+        return None
+    temperature = 1.0 if given.temperatures is None else float(given.temperatures[place])
+    own = given.sampler[batch.label_sequences == place]
+    return DrawnAnswer(log_p=own, temperature=temperature, is_raw=given.is_raw)
 
 
 def _images_of(media: Media, features: Tensor) -> Media | None:

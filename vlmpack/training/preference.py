@@ -22,38 +22,39 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlmpack.errors import ReferenceCacheError
-from vlmpack.packing import Batch, ContextSlice
+from vlmpack.packing import Batch
 from vlmpack.packing.pairs import identical_pairs
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.training.objective import Objective, Remark
 
 
 def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
-    """(N,) float64, each sequence's sum of its label tokens' values over all context-parallel
+    """(N, ...) float64, each sequence's sum of its label tokens' values over all context-parallel
     ranks.
 
     Args:
-        values: (L,) of the batch's label tokens; under context parallelism this rank's.
-        batch: of pairs, on the same device.
+        values: (L, ...) of the batch's label tokens; under context parallelism this rank's.
+        batch: of pairs or rollouts, on the same device.
     """
-    context = batch.context
-    total = _by_sequence(values, batch, batch if context is None else context)
-    if context is None:
+    total = _by_sequence(values, batch, batch.own_part(_sequences(batch)))
+    if batch.context is None:
         return total
-    assert context.all_sum is not None
-    return context.all_sum(total)
+    assert batch.context.all_sum is not None
+    return batch.context.all_sum(total)
 
 
 def label_tokens(batch: Batch) -> Tensor:
     """(N,) float64 label tokens of each sequence; under CP each rank knows the whole row's."""
-    return _by_sequence(torch.ones_like(batch.label_positions), batch, batch)
+    return _by_sequence(torch.ones_like(batch.label_positions), batch, _sequences(batch))
 
 
-def _by_sequence(values: Tensor, batch: Batch, part: Batch | ContextSlice) -> Tensor:
-    sequences = part.label_sequences
-    if sequences is None:
-        sequences = part.label_positions  # a row without samples: none
-    total = torch.zeros(len(batch.lengths), dtype=torch.float64, device=values.device)
+def _sequences(batch: Batch) -> Tensor:
+    """(L,) the sequence of each label token; a row without samples has none."""
+    return batch.label_positions if batch.label_sequences is None else batch.label_sequences
+
+
+def _by_sequence(values: Tensor, batch: Batch, sequences: Tensor) -> Tensor:
+    total = values.new_zeros((len(batch.lengths), *values.shape[1:]), dtype=torch.float64)
     return total.index_add(0, sequences, values.double())
 
 

@@ -153,17 +153,12 @@ def _labels_shifted_after_slicing() -> AbstractContextManager[Any]:
     def sliced(batch: Any, **arguments: Any) -> Any:
         unshifted = torch.full_like(batch.labels, IGNORE_INDEX)
         unshifted[0, 1:] = batch.labels[0, :-1]
-        sequences = torch.zeros_like(batch.labels.flatten())
-        if batch.label_sequences is not None:
-            sequences[batch.label_positions] = batch.label_sequences
         whole = own(batch, **arguments)
         index = whole.context.row_index
         shifted = torch.roll(unshifted.flatten()[index], -1)
         at = (shifted != IGNORE_INDEX).nonzero()[:, 0]
-        of_label = torch.roll(sequences, 1)[index].roll(-1)[at]
-        found = replace(
-            whole.context, label_positions=at, targets=shifted[at], label_sequences=of_label
-        )
+        places = torch.searchsorted(batch.label_positions, index.roll(-1)[at] - 1)
+        found = replace(whole.context, label_positions=at, targets=shifted[at], label_places=places)
         return replace(whole, context=found)
 
     return patch.object(engine, "slice_for_context", sliced)
