@@ -7,6 +7,8 @@ from vlmpack.forecast.figures import (
     BoundChoice,
     ImbalanceFigures,
     LeftOut,
+    LongestRow,
+    LongestRows,
     MeasuredChoice,
     MeasuredFigures,
     MemoryFigures,
@@ -109,6 +111,17 @@ def large_plan() -> RunPlan:
             again=1 << 30, logits=0, recomputed="every second layer",
             row_tokens=16_384, row_patches=64_000, rows_in_flight=4, formula=("a formula",),
             paged=7 << 30,
+        ),
+        longest=LongestRows(
+            room=77_309_411_328, where="90% of the 80.0 GiB of an assumed GPU", own=4,
+            rows=tuple(
+                LongestRow(
+                    world_size=512, context=n, tokens=1_422_272 * (n > 1),
+                    patches=5_689_088 * (n > 1),
+                    recomputed="all but matrix products and attention", total=72 << 30,
+                )
+                for n in (1, 2, 4)
+            ),
         ),
         notes=("a note",),
         measured=measured_figures(),

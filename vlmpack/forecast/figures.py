@@ -308,6 +308,39 @@ class MemoryFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LongestRow:
+    """The longest row that fits where `context` of `world_size` GPUs share each row.
+
+    Args:
+        tokens, patches: its; 0 where none fits.
+        recomputed: `model.activation_checkpointing` of this row, in words.
+        total: bytes of the fullest rank; of the shortest row where none fits.
+    """
+
+    world_size: int
+    context: int
+    tokens: int
+    patches: int
+    recomputed: str
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongestRows:
+    """By the number of GPUs that share a row.
+
+    Args:
+        room: bytes that may be filled, and `where` they are, in words.
+        own: `context` of the recipe.
+    """
+
+    room: int
+    where: str
+    own: int
+    rows: tuple[LongestRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceFigures:
     """The forward pass of a reference model over the pairs of an epoch.
 
@@ -337,6 +370,7 @@ class RunPlan:
         epochs: of the run, perhaps a part of one.
         sequences, imbalance, batch, memory: see their classes. `memory` is None if the model folder
             lacks the sizes.
+        longest: None as `memory`.
         traffic: what a rank sends in a step; None for one process, or if sizes are unknown.
         measured: the time of the run; None if it was not asked for.
     """
@@ -355,6 +389,7 @@ class RunPlan:
     imbalance: tuple[ImbalanceFigures, ...]
     batch: BatchFigures
     memory: MemoryFigures | None
+    longest: LongestRows | None = None
     notes: tuple[str, ...] = field(default=())
     unit: Unit = "sample"
     reference: ReferenceFigures | None = None

@@ -30,6 +30,7 @@ from vlmpack.forecast.figures import (
     BatchFigures,
     ImbalanceFigures,
     LargestMicroBatch,
+    LongestRows,
     MemoryFigures,
     ModeFigures,
     Progress,
@@ -39,7 +40,8 @@ from vlmpack.forecast.figures import (
     counted,
     silent,
 )
-from vlmpack.forecast.memory import given_room, least_that_fits, memory_figures
+from vlmpack.forecast.longest import Layout, longest_row
+from vlmpack.forecast.memory import SHARE, given_room, least_that_fits, memory_figures
 from vlmpack.forecast.modes import (
     SHARED,
     EpochTotals,
@@ -87,6 +89,7 @@ class PlanInputs:
         unsized: why `sizes` is None, for the notes; may be empty.
         full_rows: plan memory and traffic for rows full in tokens and patches, whatever the data.
         copies_saves: whether checkpoints are written in the background.
+        layouts: whose longest rows are sought.
     """
 
     engine: EngineSpec
@@ -102,6 +105,7 @@ class PlanInputs:
     answers: bool = False
     copies_saves: bool = False
     links: Links = field(default_factory=Links)
+    layouts: tuple[Layout, ...] = ()
 
     @property
     def copies(self) -> int:
@@ -140,7 +144,7 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
     steps = figures[own.name].steps
     run_steps = _run_steps(inputs, own, steps, progress)
     epochs = config.training.num_epochs
-    model, memory = _memory(inputs, figures[own.name])
+    model, memory, longest = _memory(inputs, figures[own.name])
     return RunPlan(
         model=engine.model.path,
         world_size=inputs.world_size,
@@ -156,6 +160,7 @@ def plan_figures(inputs: PlanInputs, progress: Progress = silent) -> RunPlan:
         imbalance=imbalance_figures(own, copies, config.row_cost),
         batch=batch_figures(inputs, figures[own.name], figures["none"], sequences.mean),
         memory=memory,
+        longest=longest,
         notes=(
             *_notes(inputs, own, figures["in_batch"].micro_batch_size),
             *_saves_note(inputs, memory),
@@ -257,34 +262,52 @@ def _largest(inputs: PlanInputs, own: ModeFigures) -> LargestMicroBatch | ModeFi
     return LargestMicroBatch(1, *inputs.config.mode.budget.full_row(own.max_row_patches))
 
 
-def _memory(inputs: PlanInputs, own: ModeFigures) -> tuple[ModelSection, MemoryFigures | None]:
-    """The model section as a GPU resolves it, and its memory; None if its sizes are unknown."""
+def _memory(
+    inputs: PlanInputs, own: ModeFigures
+) -> tuple[ModelSection, MemoryFigures | None, LongestRows | None]:
+    """The model section as a GPU resolves it, its memory, and rows that fit; None if its sizes are
+    unknown."""
     engine, sizes = inputs.engine, inputs.sizes
-    model = engine.model.resolved("bfloat16")
+    model, split, row = engine.model.resolved("bfloat16"), engine.parallelism, _largest(inputs, own)
     if sizes is None:
-        return model, None
+        return model, None, None
+    planned = Layout(split, inputs.world_size, step=1)
 
-    def estimate(model: ModelSection) -> MemoryFigures:
+    def estimate(
+        model: ModelSection,
+        layout: Layout = planned,
+        row: LargestMicroBatch | ModeFigures = row,
+    ) -> MemoryFigures:
         return memory_figures(
             model,
-            engine.parallelism,
+            layout.parallelism,
             sizes,
-            _largest(inputs, own),
+            row,
             global_batch_size=inputs.config.training.global_batch_size,
-            world_size=inputs.world_size,
+            world_size=layout.world_size,
             trained=inputs.trained,
             forms=forms_on(torch.device("cuda"), model, captured=engine.captures),
             answers=inputs.answers,
         )
 
-    if not model.recomputes_what_fits:
-        return model, estimate(model)
     room, where = given_room(model)
     if not room and torch.cuda.is_available():
         room, where = torch.cuda.mem_get_info()[0], "what is free on the GPU here"
     if not room:
         room, where = ASSUMED_GIB << 30, "an assumed GPU (model.memory_gib says another)"
-    return least_that_fits(model, engine.parallelism, estimate, room, where)
+    patches = inputs.packing.max_vision_patches
+    longest = LongestRows(
+        room=round(SHARE * room),
+        where=f"{SHARE:.0%} of the {sized(room)} of {where}",
+        own=split.context,
+        rows=tuple(
+            longest_row(model, layout, row, room, estimate, max_patches=patches)
+            for layout in inputs.layouts
+        ),
+    )
+    if not model.recomputes_what_fits:
+        return model, estimate(model), longest
+    return *least_that_fits(model, split, estimate, room, where), longest
 
 
 def _all_modes(planner: ModePlanner, inputs: PlanInputs, *, pairs: bool) -> list[PlannedMode]:

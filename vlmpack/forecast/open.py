@@ -13,6 +13,7 @@ from vlmpack.distributed import Ranks
 from vlmpack.errors import RecipeError
 from vlmpack.forecast.communication import Links
 from vlmpack.forecast.figures import Progress, RunPlan, silent
+from vlmpack.forecast.longest import shared_layouts
 from vlmpack.forecast.make import PlanInputs, plan_figures
 from vlmpack.forecast.parameters import UnknownSizesError, built_sizes, read_sizes
 from vlmpack.forecast.trained import EVERY_WEIGHT, trained_sizes
@@ -78,6 +79,7 @@ def plan_recipe(
             world_size=world_size,
             links=links or Links(),
             full_rows=full_rows,
+            layouts=tuple(shared_layouts(recipe, world_size)),
         )
         return plan_figures(inputs, progress)
     finally:

@@ -67,9 +67,18 @@ def test_the_page_fits_the_terminal(plan: RunPlan, width: int) -> None:
     assert "\u2026" not in out.getvalue(), "a figure was cut"
     words = re.sub(r"\s+", " ", out.getvalue())
     for text in ("online, stream", "370,368 steps", "1.160", "counts rows", "2205.10287",
-                 "42.5 GiB", "12,345,678 trained on that rank"):  # fmt: skip
+                 "42.5 GiB", "12,345,678 trained on that rank",
+                 "fill 90% of the 80.0 GiB of an assumed GPU"):  # fmt: skip
         assert text in words, text
-    assert sum(line.startswith("*") for line in lines) == 6  # what the recipe has, and the legend
+    (none, *fitting) = [line.split() for line in lines if "GiB  all but matrix" in line]
+    assert none[2:4] == ["none", "0"] and fitting[1][:5] == [
+        "*",
+        "4",
+        "512",
+        "1,422,272",
+        "5,689,088",
+    ]
+    assert sum(line.startswith("*") for line in lines) == 7  # what the recipe has, and the legend
     assert "2 more sources" in words
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vlmpack.forecast.communication import Traffic, TrafficFigures
 from vlmpack.forecast.figures import (
+    LongestRows,
     MeasuredChoice,
     MeasuredFigures,
     MemoryFigures,
@@ -11,6 +12,7 @@ from vlmpack.forecast.figures import (
     RunPlan,
     SourceFigures,
 )
+from vlmpack.forecast.longest import CONTEXTS
 from vlmpack.report.document import Column, Section, compact, one_line, share, times
 from vlmpack.words import counted, duration, sized
 
@@ -194,6 +196,8 @@ def sections(plan: RunPlan, *, max_sources: int = MAX_SOURCES) -> tuple[Section,
     if plan.reference is not None:
         made.append(_reference(plan.reference))
     made.append(_memory(plan.memory) if plan.memory is not None else _no_memory())
+    if plan.longest is not None:
+        made.append(_longest(plan.longest))
     if plan.traffic is not None:
         made.append(traffic_section(plan.traffic))
     if plan.measured is not None:
@@ -424,6 +428,30 @@ _ANSWERS = (
     "answers: a whole copy of the model on each rank, in the place of activations and logits, as "
     "no step runs then. Its cache of keys and values is left out"
 )
+
+
+def _longest(longest: LongestRows) -> Section:
+    rows = longest.rows
+    return Section(
+        title="The longest row that fits, by the GPUs that share it",
+        columns=(
+            *map(Column, ("context", "GPUs", "tokens", "patches", "memory")),
+            Column("computed again", is_text=True),
+        ),
+        rows=tuple(
+            (
+                str(row.context), str(row.world_size), f"{row.tokens:,}" if row.tokens else "none",
+                f"{row.patches:,}", sized(row.total), row.recomputed,
+            )
+            for row in rows
+        ),
+        marked=tuple(i for i, row in enumerate(rows) if row.context == longest.own),
+        lines=(
+            f"micro-batches that fill {longest.where}. Patches are in proportion to those of the "
+            "micro-batch above, up to packing.max_vision_patches. A missing parallelism.context of "
+            f"{', '.join(map(str, CONTEXTS))} breaks a rule of the recipe",
+        ),
+    )  # fmt: skip
 
 
 def _no_memory() -> Section:
