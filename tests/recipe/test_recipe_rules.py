@@ -21,6 +21,7 @@ from vlmpack.recipe import (
 )
 from vlmpack.recipe.derived import smallest_world
 from vlmpack.recipe.engine_rules import ModelConfig, mcore_version, read_model_config
+from vlmpack.recipe.head_degrees import HeadDegrees
 from vlmpack.recipe.load import SECTIONS
 from vlmpack.recipe.rules import RULES
 from vlmpack.recipe.schema import (
@@ -29,7 +30,6 @@ from vlmpack.recipe.schema import (
     ParallelismSection,
     TrainingSection,
 )
-from vlmpack.recipe.shared_sizes import HeadDegrees
 
 MCORE = {"model.backend": "mcore"}
 CP2 = MCORE | {"parallelism.context": 2}
@@ -684,12 +684,22 @@ def test_ranks_exchange_heads_up_to_the_fewest_keys(heads, context, degree):
     assert HeadDegrees(tuple(heads)).chosen(ParallelismSection(context=context)) == degree
 
 
-def test_what_a_ring_sends_by_hand():
+def test_layers_that_are_computed_again_may_choose_a_ring():
+    """Of 32 query heads and 16 of keys, by 32 ranks: copies send 248 + 124 r heads of a slot, and a
+    ring of two sends 252 + 114 r, where r is the share of these layers."""
+    split = ParallelismSection(context=32)
+    chosen = [HeadDegrees(((32, 16),)).chosen(split, kind) for kind in ("none", 8, 2, "full")]
+    assert chosen == [32, 32, 16, 16]
+
+
+@pytest.mark.parametrize("again", [0, 0.5, 1])
+def test_what_a_ring_sends_by_hand(again):
     """Of 8 query heads and 2 of keys, by 4 ranks: alone, in pairs, and with 4 heads of keys."""
-    degrees = HeadDegrees(((8, 2),))
-    assert degrees.sent(4, 1) == 3 * (2 * 2) * 3 * 3 / 4
-    assert degrees.sent(4, 2) == 2 * 2 * (8 + 2) / 2 + 3 * (2 * 2) * 3 / 4
-    assert degrees.sent(4, 4) == 2 * 2 * (8 + 4) * 3 / 4
+    degrees, passes = HeadDegrees(((8, 2),)), 2 + again
+    assert degrees.sent(4, 1, again) == (passes + 1) * (2 * 2) * 3 * 3 / 4
+    pairs = passes * 2 * (8 + 2) / 2 + (passes + 1) * (2 * 2) * 3 / 4
+    assert degrees.sent(4, 2, again) == pairs
+    assert degrees.sent(4, 4, again) == passes * 2 * (8 + 4) * 3 / 4
 
 
 @pytest.mark.parametrize(

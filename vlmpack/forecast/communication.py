@@ -17,8 +17,9 @@ that is computed again is called recomputed. With SP, the bytes of PP and EP are
     CP            T e of keys and values. An all-gather forward, once more if recomputed, and a
                   reduce-scatter back in each layer
     CP, hf        T' e of queries, keys, values and outputs in an all-to-all there and one back,
-                  over U ranks. The same over CP of layers that carry state, and of the inputs and
-                  outputs of convolutions
+                  over U ranks, with copies of keys where there are more ranks than heads of them.
+                  The same over CP of layers that carry state, and of the inputs and outputs of
+                  convolutions
     CP ring, hf   T' e of keys and values to R - 1 = CP / U - 1 others, three quarters of them on
                   average, in each pass, and once more their gradients
     CP, state     delta rules on mcore exchange slots for heads in an all-to-all. It has T' e of
@@ -42,8 +43,8 @@ from typing import Literal, NamedTuple
 from vlmpack.forecast.parameters import LayerSizes, ModelSizes, RecurrentSizes
 from vlmpack.forecast.trained import EVERY_WEIGHT, TrainedSizes
 from vlmpack.recipe.derived import data_parallel_size
+from vlmpack.recipe.head_degrees import attention_columns, head_copies, shared_by
 from vlmpack.recipe.schema import ModelSection, ParallelismSection, is_recomputed
-from vlmpack.recipe.shared_sizes import shared_by
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 
@@ -218,7 +219,6 @@ class _Step:
         if self.split.context > 1 and self.model.backend == "hf":
             degree = self.split.context_heads or self.split.context
             yield f"ranks share rows by {shared_by(self.split.context, degree)}"
-            yield "left out: copies of keys and values for more ranks than there are of their heads"
             if degree < self.split.context:
                 yield "a ring sends less where a row has several samples, or windows"
         kinds = {layer.recurrent.kind for layer in self.sizes.decoder if layer.recurrent}
@@ -257,20 +257,20 @@ class _Step:
         yield self._part(GRADIENTS, "all-reduce", syncs * blocks, scattered // ranks, copies)
 
     def _shared_rows(self) -> Iterator[Traffic]:
-        """Slots for heads and back, in each pass of a layer; and features of images.
-
-        On a ring keys and values go to the other ranks in each pass, and gradients come back. Half
-        of the readers see half of them.
-        """
+        """Slots for heads and back, in each pass of a layer, keys on a ring, and features."""
         context, n = self.split.context, self.rows.micro_batches
         degree = self.split.context_heads or context
         slots = self.rows.slots / context * self.number
-        exchanged, calls, keys = {degree: 0.0, context: 0.0}, {degree: 0, context: 0}, []
-        for layer, again in self.layers:
+        exchanged, calls = {degree: 0.0, context: 0.0}, {degree: 0, context: 0}
+        ring, messages = 0.0, 0
+        for (layer, again), key in zip(self.layers, self._attended(degree), strict=True):
             if layer.query:  # queries, keys and values; outputs
-                exchanged[degree] += (2 + again) * 2 * (layer.query + layer.key)
+                columns, sent = attention_columns(
+                    layer.query, key, context=context, degree=degree, again=again
+                )
+                exchanged[degree] += columns
                 calls[degree] += (2 + again) * 2 * n
-                keys += [2 * layer.key] * (3 + again)
+                ring, messages = ring + sent, messages + 3 + again
             if (state := layer.recurrent) is not None:
                 exchanged[context] += (2 + again) * self._exchanged_by_hf(state)
                 calls[context] += (
@@ -281,12 +281,21 @@ class _Step:
             yield self._part("slots for heads", "all-to-all", calls[ranks], slots * columns, group)
         others = context // degree - 1
         group = _Group("CP ring", others + 1, context)
-        sent = slots * sum(keys) * others * 3 / 4
-        yield self._part("keys and values", "send", n * others * len(keys), sent, group)
+        yield self._part("keys and values", "send", n * others * messages, slots * ring, group)
         group = _Group("CP", context, context)
         features = self.rows.features * self.sizes.hidden * self.number
         yield self._part("features", "all-gather", n, features, group)
         yield self._part("features", "all-reduce", n, features, group)
+
+    def _attended(self, degree: int) -> Iterator[float]:
+        """Columns of the keys that each layer attends to, with copies for more ranks. A layer may
+        read those of one before it that is as wide. A latent head's values have the keys' width."""
+        last: dict[int, int] = {}
+        for layer, _ in self.layers:
+            key = last[layer.query] = layer.key or last.get(layer.query, 0)
+            width = layer.query / self.sizes.query_heads if self.sizes.query_heads else 1
+            groups = ceil(key / width) if key else 0
+            yield groups * width * head_copies(max(1, groups), degree)
 
     def _exchanged_by_hf(self, state: RecurrentSizes) -> float:
         """Columns of a token, there and back: a convolution's, and those of what follows it."""

@@ -235,7 +235,8 @@ def _with_degree(model: ModelSection, split: ParallelismSection) -> ParallelismS
     config = read_model_config(model) if model.backend == "hf" and split.context > 1 else None
     if config is None:
         return split
-    return split.model_copy(update={"context_heads": config.head_degrees.chosen(split)})
+    degree = config.head_degrees.chosen(split, model.recomputed)
+    return split.model_copy(update={"context_heads": degree})
 
 
 def _reference(inputs: PlanInputs, steps: int) -> ReferenceFigures | None:

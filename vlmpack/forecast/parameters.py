@@ -303,6 +303,7 @@ class ModelSizes:
         outside: parameters in no layer or block: embedding, head, final norm, the tower's patch
             embedding and the projector.
         vocabulary: rows of the head.
+        query_heads: of a layer with attention; 0 if unknown.
     """
 
     tower: int
@@ -318,6 +319,7 @@ class ModelSizes:
     vocabulary: int
     vision: TowerSizes | None
     files: str
+    query_heads: int = 0
 
     @property
     def parameters(self) -> int:
@@ -427,6 +429,7 @@ def _sizes(
         vocabulary=text["vocab_size"],
         vision=_tower(config.get("vision_config"), held) if groups["tower"] else None,
         files=files,
+        query_heads=text.get("num_attention_heads") or 0,
     )
 
 

@@ -20,9 +20,10 @@ from vlmpack.capabilities.config import language_config
 from vlmpack.capabilities.limits import ENGINE_LIMITS, NO_EXPERTS, Feature
 from vlmpack.capabilities.refused import IN_IMAGES
 from vlmpack.capabilities.versions import lacks_triton, version_limit
+from vlmpack.recipe.head_degrees import HeadDegrees
 from vlmpack.recipe.problems import Problem
 from vlmpack.recipe.schema import ModelSection, ParallelismSection, TrainingSection
-from vlmpack.recipe.shared_sizes import HeadDegrees, SharedSizes
+from vlmpack.recipe.shared_sizes import SharedSizes
 from vlmpack.whole_file import read_json
 
 _SPLITS: Mapping[str, Feature] = {
@@ -185,7 +186,7 @@ def hf_shares_rows_by_heads(
     if model.backend != "hf":
         return []
     try:
-        config.head_degrees.chosen(parallelism)
+        config.head_degrees.chosen(parallelism, model.recomputed)
     except ValueError as error:
         knob = "context" if parallelism.context_heads is None else "context_heads"
         return [Problem(("parallelism", knob), f"{config.folder}/config.json: {error}")]

@@ -10,10 +10,10 @@ from vlmpack.alignment import round_up
 from vlmpack.capabilities.served import ServedModel
 from vlmpack.recipe.derived import multiples, plan_alignment, row_tokens
 from vlmpack.recipe.engine_rules import ModelConfig
+from vlmpack.recipe.head_degrees import shares_heads, sizes_that_share
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.problems import KeyPath, Problem
 from vlmpack.recipe.schema import ModelSection, PackingSection, ParallelismSection, TrainingSection
-from vlmpack.recipe.shared_sizes import shares_heads, sizes_that_share
 from vlmpack.recipe.trainable import TrainableSection
 
 

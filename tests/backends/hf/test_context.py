@@ -131,7 +131,7 @@ def test_a_ring_sends_less_of_windows(in_two: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "llama", "qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_sent_is_what_plan_says(in_two: dict[str, Any], name: str) -> None:
     """Heads exactly. Features are padded to those of the fullest rank going out."""
     found = in_two[name]

@@ -37,7 +37,12 @@ from vlmpack.packing import (
     padded_as_row,
     slice_for_context,
 )
-from vlmpack.recipe.shared_sizes import shared_by, shares_heads, sizes_that_share
+from vlmpack.recipe.head_degrees import (
+    head_copies,
+    shared_by,
+    shares_heads,
+    sizes_that_share,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,7 @@ class HeadExchange:
                 f"parallelism.context: {ranks} does not divide the {number} heads of a layer "
                 f"in {shared} groups. Sizes that do: {sizes_that_share(number, shared, 1)}"
             )
-        copies = max(1, ranks // shared)
+        copies = head_copies(shared, ranks)
         parts = [*heads, *(part.repeat_interleave(copies, dim=1) for part in groups)]
         flat = [part.flatten(1) for part in parts]
         whole = slots_to_heads(flat, self.natural_order, group=self.group)

@@ -87,8 +87,8 @@ from vlmpack.families.base import ModulePaths
 from vlmpack.model_folder.quantised import is_quantised
 from vlmpack.packing import Batch
 from vlmpack.recipe.engine_rules import read_model_config
+from vlmpack.recipe.head_degrees import HeadDegrees
 from vlmpack.recipe.schema import ModelSection, ParallelismSection, described
-from vlmpack.recipe.shared_sizes import HeadDegrees
 from vlmpack.recurrence import choose_recurrence
 
 logger = logging.getLogger("vlmpack")
@@ -525,7 +525,7 @@ def _context(ranks: Ranks, model: ModelSection, split: ParallelismSection) -> Co
     config = read_model_config(model)
     degrees = HeadDegrees() if config is None else config.head_degrees
     try:
-        heads = degrees.chosen(split)
+        heads = degrees.chosen(split, model.recomputed)
     except ValueError as error:
         raise CapabilityError(f"parallelism.context: {error}") from error
     return ContextGroup.of(ranks, split.context, heads, degrees.keys_of_query * CELLS_OF_A_SLOT)

@@ -17,8 +17,9 @@ from torch import Tensor
 from vlmpack.attention import RopeLayout
 from vlmpack.backends.mcore.weights import MegatronFamily
 from vlmpack.errors import CapabilityError
+from vlmpack.recipe.head_degrees import shares_heads
 from vlmpack.recipe.schema import ParallelismSection
-from vlmpack.recipe.shared_sizes import SharedSizes, shares_heads
+from vlmpack.recipe.shared_sizes import SharedSizes
 from vlmpack.recurrence import Kind
 
 
