@@ -67,6 +67,32 @@ def test_capped_logits_values_and_both_gradients(cap, rows_per_chunk):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
+TEMPERATURES = torch.linspace(0.3, 2.0, 21)
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 7, None])
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_logits_divided_by_temperatures(cap, rows_per_chunk):
+    """A row each has its own, and a cap comes before it: what samplers draw from."""
+    hidden, weight, targets = inputs(21)
+    mixing, given = torch.linspace(-1, 2, 21), {"rows_per_chunk": rows_per_chunk, "cap": cap}
+    ours = linear_cross_entropy(hidden, weight, targets, temperatures=TEMPERATURES, **given)
+    logits = hidden.double() @ weight.double().T
+    logits = logits if cap is None else torch.tanh(logits / cap) * cap
+    logits = logits / TEMPERATURES.double()[:, None]
+    theirs = F.cross_entropy(logits, targets, reduction="none").float()
+    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
+    undivided = linear_cross_entropy(hidden, weight, targets, **given)
+    assert (undivided - ours).abs().max() > 0.1, "temperatures had no effect"
+    for mine, other in zip(
+        torch.autograd.grad((ours * mixing).sum(), (hidden, weight)),
+        torch.autograd.grad((theirs * mixing).sum(), (hidden, weight)),
+        strict=True,
+    ):
+        assert other.norm() > 0.01
+        torch.testing.assert_close(mine, other, rtol=2e-5, atol=2e-5)
+
+
 def test_no_label_gives_zero_gradients_not_none():
     hidden, weight, targets = inputs(0)
     losses = linear_cross_entropy(hidden, weight, targets)
@@ -164,9 +190,10 @@ def kernels(monkeypatch):
 @pytest.mark.parametrize("trains", [True, False], ids=["trained head", "frozen head"])
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("is_padded", [False, True], ids=["as it is", "rows of zeros"])
-@pytest.mark.parametrize("rows_per_chunk", [1, 7, 21, None])
+@pytest.mark.parametrize("temperatures", [None, TEMPERATURES.double()], ids=["1", "each"])
+@pytest.mark.parametrize("rows_per_chunk", [1, 7, None])
 def test_the_form_for_kernels_in_double(
-    kernels, monkeypatch, rows_per_chunk, is_padded, cap, trains
+    kernels, monkeypatch, rows_per_chunk, temperatures, is_padded, cap, trains
 ):
     """50 rows of a head are computed as 56 where the product gains by it."""
     monkeypatch.setattr(cross_entropy, "is_uneven", lambda *_: is_padded)
@@ -175,14 +202,15 @@ def test_the_form_for_kernels_in_double(
     weight.requires_grad_(trains)
     leaves = (hidden, weight) if trains else (hidden,)
     mixing = torch.linspace(-1, 2, 21).double()
+    given = {"rows_per_chunk": rows_per_chunk, "cap": cap, "temperatures": temperatures}
     with Operators() as operators:
-        ours = linear_cross_entropy(hidden, weight, targets, rows_per_chunk=rows_per_chunk, cap=cap)
+        ours = linear_cross_entropy(hidden, weight, targets, **given)
     assert any("mm" in name and "56" in str(each) for name, *each in operators.stream) is is_padded
     assert type(ours.grad_fn).__name__ == "_FusedCrossEntropyBackward"
     logits = hidden @ weight.T
-    theirs = F.cross_entropy(
-        logits if cap is None else torch.tanh(logits / cap) * cap, targets, reduction="none"
-    )
+    logits = logits if cap is None else torch.tanh(logits / cap) * cap
+    by = 1.0 if temperatures is None else temperatures[:, None]
+    theirs = F.cross_entropy(logits / by, targets, reduction="none")
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     found, wanted = (torch.autograd.grad((x * mixing).sum(), leaves) for x in (ours, theirs))
     for mine, other in zip(found, wanted, strict=True):

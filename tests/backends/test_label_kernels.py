@@ -50,6 +50,26 @@ def test_losses_of_logits_and_their_gradients(interpreter, vocabulary, dtype, ca
     assert cap or want[3].abs().max() > 0.1, "a cap leaves a large logit no slope"
 
 
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+def test_logits_divided_by_temperatures(interpreter, dtype, cap):
+    """A row each has its own, after the cap; the caller divides the gradients of the losses."""
+    (logits,), (grads,) = drawn((9, 5000), dtype=dtype), drawn((9,))
+    targets, temperatures = torch.arange(9) * 500, torch.linspace(0.3, 2.0, 9)
+    exact = logits.double().requires_grad_()
+    bent = torch.tanh(exact / cap) * cap if cap else exact
+    divided = bent / temperatures.double()[:, None]
+    losses = torch.nn.functional.cross_entropy(divided, targets, reduction="none")
+    (want,) = torch.autograd.grad(losses, exact, grads.double())
+    asked = ("label_rows", logits, targets, grads / temperatures, cap)
+    (found, peaks, log_sums), got = interpreter(*asked, temperatures)
+    assert worst([found], [losses.detach()]) < BOUND[torch.float32]
+    assert worst([peaks + log_sums], [divided.detach().logsumexp(dim=1)]) < BOUND[torch.float32]
+    assert worst([got], [want]) < BOUND[dtype]
+    (undivided, _, _), _ = interpreter(*asked)
+    assert worst([undivided], [losses.detach()]) > 0.01
+
+
 def test_a_label_that_is_no_column_has_no_loss(interpreter):
     """Memory beside the row would be read, and a loss made of it."""
     (logits,), (grads,) = drawn((3, 50)), drawn((3,))

@@ -50,7 +50,7 @@ def inputs(rows, vocabulary, scale=1.0):
     return hidden, weight, torch.randint(0, vocabulary, (rows,), generator=draw)
 
 
-def sharded(hidden, weight, targets, mixing, size, rows_per_chunk):
+def sharded(hidden, weight, targets, mixing, size, rows_per_chunk, temperatures=None):
     """Losses and gradients by rank; padding rows are left out as the model leaves them out."""
     vocabulary = weight.shape[0]
     share = -(-vocabulary // size)
@@ -66,6 +66,7 @@ def sharded(hidden, weight, targets, mixing, size, rows_per_chunk):
             targets,
             rows_per_chunk=rows_per_chunk,
             shard=group.shard(rank, start),
+            temperatures=temperatures,
         )
         gradients = torch.autograd.grad((losses * mixing).sum(), (own_hidden, mine))
         return losses.detach(), *gradients
@@ -75,17 +76,20 @@ def sharded(hidden, weight, targets, mixing, size, rows_per_chunk):
     return found, group.calls[0]
 
 
+@pytest.mark.parametrize("temperatures", [None, torch.linspace(0.3, 2.0, 21)], ids=["1", "each"])
 @pytest.mark.parametrize("rows_per_chunk", [1, 4, 21, None])
 @pytest.mark.parametrize(("vocabulary", "size"), [(50, 2), (48, 4), (51, 2), (49, 4)])
-def test_losses_and_gradients_of_the_whole_head(vocabulary, size, rows_per_chunk):
+def test_losses_and_gradients_of_the_whole_head(vocabulary, size, rows_per_chunk, temperatures):
     """51 over 2 and 49 over 4 do not divide: the last rank has fewer real rows."""
     hidden, weight, targets = inputs(21, vocabulary)
     mixing = torch.linspace(-1, 2, 21)
     hidden.requires_grad_()
     weight.requires_grad_()
-    whole = F.cross_entropy(hidden @ weight.T, targets, reduction="none")
+    by = 1.0 if temperatures is None else temperatures[:, None]
+    whole = F.cross_entropy(hidden @ weight.T / by, targets, reduction="none")
     expected = torch.autograd.grad((whole * mixing).sum(), (hidden, weight))
-    found, calls = sharded(hidden.detach(), weight.detach(), targets, mixing, size, rows_per_chunk)
+    given = (hidden.detach(), weight.detach(), targets, mixing, size, rows_per_chunk)
+    found, calls = sharded(*given, temperatures)
     assert calls == 2 * (-(-21 // (rows_per_chunk or 21)))
     for losses, _, _ in found:
         assert torch.equal(losses, found[0][0]), "ranks disagree about the loss"

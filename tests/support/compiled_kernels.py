@@ -142,20 +142,26 @@ def rotations(gpu: str) -> Iterator[tuple[str, dict[str, int]]]:
 
 def labels(gpu: str) -> Iterator[tuple[str, dict[str, int]]]:
     """Of a published vocabulary and of one that no block divides."""
-    for vocabulary, is_capped in ((151_936, False), (262_144, True), (32_003, False)):
+    forms = (
+        *((151_936, False, False), (262_144, True, False), (32_003, False, False)),
+        *((151_936, False, True), (262_144, True, True)),
+    )
+    for vocabulary, is_capped, is_divided in forms:
         constants = {
             "vocabulary": vocabulary,
             "is_capped": is_capped,
+            "is_divided": is_divided,
             "columns": label_kernels.COLUMNS,
         }
         for name, pointer in DTYPES.items():
-            wide = dict.fromkeys(("losses", "peaks", "log_sums", "grads"), "*fp32")
+            names = ("losses", "peaks", "log_sums", "grads", "temperatures")
+            wide = dict.fromkeys(names, "*fp32")
             types = {"logits": pointer, "targets": "*i64", **wide}
             types |= {"row_stride": "i32", "grad_stride": "i32", "cap": "fp32"}
             for kernel in (label_kernels.losses_kernel, label_kernels.gradients_kernel):
                 own = {key: types[key] for key in kernel.arg_names if key in types}
                 yield (
-                    f"{kernel.__name__} {vocabulary} {name}",
+                    f"{kernel.__name__} {vocabulary} {name}{' divided' * is_divided}",
                     compiled(kernel, own, constants, label_kernels.WARPS, gpu),
                 )
 

@@ -242,12 +242,12 @@ def row_norm(
 
 
 def label_rows(
-    logits: Tensor, targets: Tensor, grads: Tensor, cap: float
+    logits: Tensor, targets: Tensor, grads: Tensor, cap: float, temperatures: Tensor | None = None
 ) -> tuple[list[Tensor], Tensor]:
     """What the kernels make of logits, and the gradients that they write over them."""
     kernels = import_module("vlmpack.backends.label_kernels")
-    made = kernels.launch_losses(logits, targets, cap)
-    kernels.launch_gradients(logits, targets, *made[1:], grads, cap)
+    made = kernels.launch_losses(logits, targets, cap, temperatures)
+    kernels.launch_gradients(logits, targets, *made[1:], grads, cap, temperatures)
     return [*made], logits
 
 

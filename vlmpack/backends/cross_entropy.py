@@ -6,6 +6,7 @@ keeping them. On CUDA a kernel reads them as the product made them, and a frozen
 made in the forward pass, without another product.
 
 A cap c bends logits z to c tanh(z / c) (Gemma 2, 2408.00118, 2); their slope is 1 - tanh(z / c)^2.
+A temperature divides a row of logits after that, as samplers do.
 """
 
 from __future__ import annotations
@@ -87,6 +88,11 @@ def _chunk_logits(hidden: Tensor, weight: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
+def _divided(logits: Tensor, temperatures: Tensor | None, chunk: slice) -> Tensor:
+    """The logits of a chunk of rows, in place, by the rows' temperatures."""
+    return logits if temperatures is None else logits.div_(temperatures[chunk, None])
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -97,6 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows: int,
         shard: VocabularyShard | None,
         cap: float | None,
+        temperatures: Tensor | None,
     ) -> Tensor:
         losses = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden.dtype))
         # Kept apart: added up, the logits' magnitude would round the small differences away.
@@ -104,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         local, inside = _local_targets(targets, weight.shape[0], shard)
         for start in range(0, hidden.shape[0], rows):
             chunk = slice(start, start + rows)
-            logits = _chunk_logits(hidden[chunk], weight, cap)
+            logits = _divided(_chunk_logits(hidden[chunk], weight, cap), temperatures, chunk)
             peak = logits.amax(dim=-1)
             if shard is not None:
                 peak = shard.all_max(peak)
@@ -116,15 +123,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 total, picked = both[0], both[1]
             peaks[chunk], log_sums[chunk] = peak, total.log()
             losses[chunk] = log_sums[chunk] - picked
-        ctx.save_for_backward(hidden, weight, local, inside, peaks, log_sums)
+        ctx.save_for_backward(hidden, weight, local, inside, peaks, log_sums, temperatures)
         ctx.rows, ctx.cap = rows, cap
         return losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None, None, None, None]:
-        hidden, weight, local, inside, peaks, log_sums = ctx.saved_tensors
-        grad_losses: Tensor = grads[0]
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        hidden, weight, local, inside, peaks, log_sums, temperatures = ctx.saved_tensors
+        grad_losses: Tensor = grads[0] if temperatures is None else grads[0] / temperatures
         grad_hidden = torch.empty_like(hidden)
         grad_weight = None  # a frozen head needs no third product, nor (V, D) numbers for it
         if ctx.needs_input_grad[1]:
@@ -133,6 +140,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + ctx.rows)
             logits = _chunk_logits(hidden[chunk], weight, ctx.cap)
             slope = None if ctx.cap is None else (logits / ctx.cap).square_().neg_().add_(1)
+            logits = _divided(logits, temperatures, chunk)
             probabilities = logits.sub_(peaks[chunk, None]).sub_(log_sums[chunk, None]).exp_()
             hit = probabilities.new_ones(probabilities.shape[0])
             if inside is not None:
@@ -147,7 +155,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_weight += grad_logits.T @ hidden[chunk]
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, *(None,) * 5
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
@@ -170,39 +178,44 @@ class _FusedCrossEntropy(torch.autograd.Function):
         rows: int,
         cap: float,
         vocabulary: int,
+        temperatures: Tensor | None,
     ) -> Tensor:
         found = [hidden.new_empty(hidden.shape[0], dtype=_wide(hidden.dtype)) for _ in range(3)]
         at_once = ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]
         slopes = torch.empty_like(hidden) if at_once else None
-        one = found[0].new_ones(1)
+        ones = found[0].new_ones(1).expand(hidden.shape[0])
+        divided = ones if temperatures is None else 1 / temperatures
         for start in range(0, hidden.shape[0], rows):
             chunk = slice(start, start + rows)
             logits = hidden[chunk] @ weight.T
             own = logits[:, :vocabulary]
-            made = OPERATORS.label_losses(own, targets[chunk], cap)
+            by = None if temperatures is None else temperatures[chunk]
+            made = OPERATORS.label_losses(own, targets[chunk], cap, by)
             for whole, part in zip(found, made, strict=True):
                 whole[chunk] = part
             if slopes is not None:
-                ones = one.expand(logits.shape[0])
-                OPERATORS.label_gradients(own, targets[chunk], *made[1:], ones, cap)
+                OPERATORS.label_gradients(own, targets[chunk], *made[1:], divided[chunk], cap, by)
                 torch.mm(logits, weight, out=slopes[chunk])
         ctx.rows, ctx.cap, ctx.vocabulary = rows, cap, vocabulary
-        ctx.save_for_backward(*((slopes,) if at_once else (hidden, weight, targets, *found[1:])))
+        kept = (slopes,) if at_once else (hidden, weight, targets, *found[1:], temperatures)
+        ctx.save_for_backward(*kept)
         return found[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         if len(ctx.saved_tensors) == 1:
             (slopes,) = ctx.saved_tensors
-            return (slopes * grads[0][:, None]).to(slopes.dtype), None, None, None, None, None
-        hidden, weight, targets, peaks, log_sums = ctx.saved_tensors
+            return (slopes * grads[0][:, None]).to(slopes.dtype), *(None,) * 6
+        hidden, weight, targets, peaks, log_sums, temperatures = ctx.saved_tensors
+        grad_losses = grads[0] if temperatures is None else grads[0] / temperatures
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         for start in range(0, hidden.shape[0], ctx.rows):
             chunk = slice(start, start + ctx.rows)
             logits = hidden[chunk] @ weight.T
-            given = (targets[chunk], peaks[chunk], log_sums[chunk], grads[0][chunk])
-            OPERATORS.label_gradients(logits[:, : ctx.vocabulary], *given, ctx.cap)
+            given = (targets[chunk], peaks[chunk], log_sums[chunk], grad_losses[chunk])
+            by = None if temperatures is None else temperatures[chunk]
+            OPERATORS.label_gradients(logits[:, : ctx.vocabulary], *given, ctx.cap, by)
             torch.mm(logits, weight, out=grad_hidden[chunk])
             part = logits.T @ hidden[chunk]
             if grad_weight is None:  # the only one as a rule, which is then rounded once
@@ -211,7 +224,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
                 grad_weight += part
         if grad_weight is None:
             grad_weight = torch.zeros_like(weight)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), *(None,) * 5
 
 
 def has_kernels(hidden: Tensor) -> bool:
@@ -229,6 +242,7 @@ def linear_cross_entropy(
     rows_per_chunk: int | None = None,
     shard: VocabularyShard | None = None,
     cap: float | None = None,
+    temperatures: Tensor | None = None,
 ) -> Tensor:
     """Cross entropy of a bias-free linear head, one loss a label token.
 
@@ -241,9 +255,10 @@ def linear_cross_entropy(
             states and gets the same losses. The gradient of `hidden` is then this rank's part of a
             sum over the group, as in Megatron's column-parallel layers.
         cap: bound of the logits, above 0; None where the model has none.
+        temperatures: (L,) float32 above 0, what each row of logits is divided by; None for 1.
 
     Returns:
-        (L,) float32 losses: -log softmax(capped(hidden @ weight.T))[target].
+        (L,) float32 losses: -log softmax(capped(hidden @ weight.T) / temperature)[target].
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):  # cast here: backward runs outside autocast
@@ -255,8 +270,9 @@ def linear_cross_entropy(
     rows = rows_per_chunk or chunk_rows(vocabulary, cuda=hidden.is_cuda, kernels=kernels)
     losses: Tensor
     if kernels:
-        given = (hidden, weight, targets, rows, cap or 0.0, vocabulary)
+        given = (hidden, weight, targets, rows, cap or 0.0, vocabulary, temperatures)
         losses = _FusedCrossEntropy.apply(*given)  # type: ignore[no-untyped-call]
     else:
-        losses = _LinearCrossEntropy.apply(hidden, weight, targets, rows, shard, cap)  # type: ignore[no-untyped-call]
+        whole = (hidden, weight, targets, rows, shard, cap, temperatures)
+        losses = _LinearCrossEntropy.apply(*whole)  # type: ignore[no-untyped-call]
     return losses

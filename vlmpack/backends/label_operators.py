@@ -9,6 +9,8 @@ target:
 
     loss      log(sum(exp(z - max z))) - (z_t - max z)
     gradient  g (softmax(z) - 1[t]), times 1 - (z / c)^2 where a cap c bends z
+
+Where rows have temperatures, z is divided by its row's after the cap. The caller divides g.
 """
 
 from __future__ import annotations
@@ -26,19 +28,26 @@ def _wide(logits: Tensor, cap: float) -> Tensor:
     return torch.tanh(wide / cap) * cap if cap else wide
 
 
-def losses_formula(logits: Tensor, targets: Tensor, cap: float) -> tuple[Tensor, Tensor, Tensor]:
+def _divided(wide: Tensor, temperatures: Tensor | None) -> Tensor:
+    return wide if temperatures is None else wide / temperatures[:, None]
+
+
+def losses_formula(
+    logits: Tensor, targets: Tensor, cap: float, temperatures: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The losses of some rows.
 
     Args:
         logits: (l, V).
         targets: (l,) int64, each in [0, V).
         cap: bound of the logits; 0 for none.
+        temperatures: (l,) float32; None for 1.
 
     Returns:
         (l,) each, in float32 or wider: the losses, the largest logits, and the logarithms of the
         sums of exponentials. The last two stay apart, since a sum would lose the small one.
     """
-    wide = _wide(logits, cap)
+    wide = _divided(_wide(logits, cap), temperatures)
     peaks = wide.amax(dim=-1)
     shifted = wide - peaks[:, None]
     log_sums = shifted.exp().sum(dim=-1).log()
@@ -46,31 +55,39 @@ def losses_formula(logits: Tensor, targets: Tensor, cap: float) -> tuple[Tensor,
 
 
 def gradients_formula(
-    logits: Tensor, targets: Tensor, peaks: Tensor, log_sums: Tensor, grads: Tensor, cap: float
+    logits: Tensor,
+    targets: Tensor,
+    peaks: Tensor,
+    log_sums: Tensor,
+    grads: Tensor,
+    cap: float,
+    temperatures: Tensor | None,
 ) -> None:
     """Write the gradients over the logits.
 
     Args:
         logits: (l, V), before the cap.
         peaks, log_sums: (l,) of `losses_formula`.
-        grads: (l,) of the losses.
+        grads: (l,) of the losses, each by its row's temperature.
+        temperatures: as of `losses_formula`.
     """
     wide = _wide(logits, cap)
-    made = (wide - peaks[:, None] - log_sums[:, None]).exp()
+    made = (_divided(wide, temperatures) - peaks[:, None] - log_sums[:, None]).exp()
     made.scatter_add_(1, targets[:, None], torch.full_like(peaks, -1)[:, None])
     made *= grads[:, None]
     logits.copy_(made * (1 - (wide / cap).square()) if cap else made)
 
 
 define(
-    "label_losses(Tensor logits, Tensor targets, float cap) -> (Tensor, Tensor, Tensor)",
+    "label_losses(Tensor logits, Tensor targets, float cap, Tensor? temperatures) -> "
+    "(Tensor, Tensor, Tensor)",
     losses_formula,
     "vlmpack.backends.label_kernels",
     "launch_losses",
 )
 define(
     "label_gradients(Tensor(a!) logits, Tensor targets, Tensor peaks, Tensor log_sums, "
-    "Tensor grads, float cap) -> ()",
+    "Tensor grads, float cap, Tensor? temperatures) -> ()",
     gradients_formula,
     "vlmpack.backends.label_kernels",
     "launch_gradients",

@@ -240,7 +240,9 @@ class PackedLM(nn.Module):
         hidden = self.hidden_states(batch, packed_seq_params)
         positions, targets = batch.own_labels()
         picked = self.before_head(hidden.index_select(0, positions))
-        return linear_cross_entropy(picked, self.head.weight, targets, cap=self.logit_cap)
+        temperatures = batch.own_temperatures()
+        given = (picked, self.head.weight, targets)
+        return linear_cross_entropy(*given, cap=self.logit_cap, temperatures=temperatures)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, V) logits of (n, D) final hidden states, as the class's own forward has them."""

@@ -363,6 +363,7 @@ class MegatronVLM(MegatronModule):
                 None if shard is None else chunk_rows(weight.shape[0], cuda=hidden.is_cuda)
             ),
             shard=shard,
+            temperatures=batch.own_temperatures(),
         )
 
     def _shard(self, start: int) -> VocabularyShard | None:
