@@ -58,6 +58,7 @@ def context_slice(rank: int, size: int) -> ContextSlice:
         row_index=rows[rank],
         natural_order=torch.cat(rows).argsort(),
         label_positions=nothing,
+        label_places=nothing,
         targets=nothing,
         media_positions=nothing,
         media_sources=nothing,
