@@ -71,12 +71,13 @@ def pairs_are_counted(objective: ObjectiveSection, packing: PackingSection) -> l
 
 
 def pairs_have_one_answer_each(objective: ObjectiveSection, data: DataSection) -> list[Problem]:
-    """A pair is one sample, whose prompt is not learnt."""
-    if not objective.learns_pairs or data.learn != "each_answer":
+    """A pair is one sample, whose prompt is not learnt, and so is a rollout."""
+    if data.learn != "each_answer" or not (objective.learns_pairs or objective.learns_rollouts):
         return []
+    what = "the two answers of a pair" if objective.learns_pairs else "the answer of a rollout"
     message = (
-        f"each_answer, but objective.name '{objective.name}' learns the two answers of a pair "
-        "alone, in one sample; leave it out"
+        f"each_answer, but objective.name '{objective.name}' learns {what} alone, in one sample; "
+        "leave it out"
     )
     return [Problem(("data", "learn"), message)]
 
@@ -103,12 +104,14 @@ def rows_hold_a_pair(
 
 
 def pairs_are_averaged_alone(objective: ObjectiveSection, model: ModelSection) -> list[Problem]:
-    """A loss over all tokens of a row has no place beside one that is averaged over pairs."""
-    if not objective.learns_pairs or not model.router_aux_loss_coef:
+    """A loss over all tokens of a row has no place beside one that is averaged over answers."""
+    answers = objective.learns_pairs or objective.learns_rollouts
+    if not answers or not model.router_aux_loss_coef:
         return []
+    what = "pairs" if objective.learns_pairs else "answers"
     message = (
         f"{model.router_aux_loss_coef}: the balancing loss looks across all tokens of a row, and "
-        f"objective.name '{objective.name}' averages over pairs, whatever row they are in. Use 0"
+        f"objective.name '{objective.name}' averages over {what}, whatever row they are in. Use 0"
     )
     return [Problem(("model", "router_aux_loss_coef"), message)]
 
@@ -117,7 +120,7 @@ def adapters_alone_are_trained(
     objective: ObjectiveSection, trainable: TrainableSection, config: ModelConfig
 ) -> list[Problem]:
     """With its adapters off a model is the reference where all its other weights stay."""
-    if not objective.learns_pairs or objective.reference != "adapters_off":
+    if not objective.has_reference or objective.reference != "adapters_off":
         return []
     parts = COMPONENTS if "vision_config" in config.values else ("language",)
     full = [f"trainable.{name}: full" for name in parts if getattr(trainable, name) == "full"]
@@ -148,10 +151,58 @@ def adapters_are_switched_off_on_hf(
 
 def a_reference_is_kept_where_there_is_one(objective: ObjectiveSection) -> list[Problem]:
     """Nothing is written where each step makes its own."""
-    if objective.keeps_reference or not objective.learns_pairs or objective.reference_dir is None:
+    if objective.keeps_reference or not objective.has_reference or objective.reference_dir is None:
         return []
     message = (
         f"{objective.reference_dir}, but objective.reference '{objective.reference}' keeps no "
         "numbers; leave it out, or use reference: cached"
     )
     return [Problem(("objective", "reference_dir"), message)]
+
+
+def tokens_are_averaged_by_a_constant(objective: ObjectiveSection) -> list[Problem]:
+    """A constant is needed where sums are divided by it, and says nothing elsewhere."""
+    is_needed = objective.learns_rollouts and objective.average == "constant"
+    if is_needed == (objective.average_tokens is not None) or not objective.learns_rollouts:
+        return []
+    if is_needed:
+        message = (
+            "missing, but objective.average 'constant' divides the sum of an answer by it. Give "
+            "the most tokens that an answer may have"
+        )
+    else:
+        message = (
+            f"{objective.average_tokens}, but objective.average '{objective.average}' divides by "
+            "what it counts; use average: constant, or leave it out"
+        )
+    return [Problem(("objective", "average_tokens"), message)]
+
+
+def corrections_compare_two_policies(objective: ObjectiveSection) -> list[Problem]:
+    """A correction is the old policy over the sampler's."""
+    if objective.correction == "none":
+        limit = ObjectiveSection().correction_limit
+        if not objective.learns_rollouts or objective.correction_limit == limit:
+            return []
+        message = f"{objective.correction_limit}, but objective.correction is none; leave it out"
+        return [Problem(("objective", "correction_limit"), message)]
+    if objective.old == "recomputed":
+        return []
+    message = (
+        f"'{objective.correction}' weighs by old policy over sampler, which is 1 with "
+        "objective.old 'sampler'. Use old: recomputed, or correction: none"
+    )
+    return [Problem(("objective", "correction"), message)]
+
+
+def a_divergence_has_a_weight(objective: ObjectiveSection) -> list[Problem]:
+    """Without a weight there is no reference model."""
+    if not objective.learns_rollouts or objective.kl_weight:
+        return []
+    plain, problems = ObjectiveSection(), []
+    for name in ("kl", "reference", "reference_dir"):
+        value = getattr(objective, name)
+        if value != getattr(plain, name):
+            message = f"{value}, but objective.kl_weight is 0; give a weight, or leave it out"
+            problems.append(Problem(("objective", name), message))
+    return problems
