@@ -255,7 +255,7 @@ def linear_cross_entropy(
             states and gets the same losses. The gradient of `hidden` is then this rank's part of a
             sum over the group, as in Megatron's column-parallel layers.
         cap: bound of the logits, above 0; None where the model has none.
-        temperatures: (L,) float32 above 0, what each row of logits is divided by; None for 1.
+        temperatures: (L,) above 0, what each row of logits is divided by; None for 1.
 
     Returns:
         (L,) float32 losses: -log softmax(capped(hidden @ weight.T) / temperature)[target].
@@ -268,6 +268,8 @@ def linear_cross_entropy(
     is_padded = kernels and is_uneven(vocabulary, hidden.dtype)
     weight = evened(weight, 0, hidden.dtype) if is_padded else weight.to(hidden.dtype)
     rows = rows_per_chunk or chunk_rows(vocabulary, cuda=hidden.is_cuda, kernels=kernels)
+    if temperatures is not None:
+        temperatures = temperatures.to(_wide(hidden.dtype))
     losses: Tensor
     if kernels:
         given = (hidden, weight, targets, rows, cap or 0.0, vocabulary, temperatures)

@@ -211,7 +211,7 @@ class Rollouts:
 
     Args:
         sampler: (L,) float32 or wider, log-probabilities of the label tokens when they were drawn.
-        temperatures: (N,) float32, of each answer's draw; None where all are 1.
+        temperatures: (N,) float64, of each answer's draw; None where all are 1.
         is_raw: whether any of `sampler` are of logits that were not divided by a temperature.
         advantages: (N,) float64, of each answer within its group; None until they are known.
         rewards: (N,) float64; None until they are known.

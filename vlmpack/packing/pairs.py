@@ -125,7 +125,7 @@ def with_rollouts(batch: BatchT, samples: Sequence[EncodedSample]) -> BatchT:
                 f"sample {sample.key!r}: {count} label tokens, but log-probabilities of the shape "
                 f"{tuple(answer.log_p.shape)}; expected one for each"
             )
-    temperatures = torch.tensor([answer.temperature for _, answer in drawn])
+    temperatures = torch.tensor([one.temperature for _, one in drawn], dtype=torch.float64)
     rollouts = Rollouts(
         sampler=torch.cat([answer.log_p for _, answer in drawn]),
         temperatures=None if bool((temperatures == 1).all()) else temperatures,
