@@ -19,9 +19,12 @@ LOSS_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 1e-5
 """Relative L2, per parameter: a gradient is a sum over hundreds of tokens in another order."""
 
-NO_GRADIENT = re.compile(r"\b(vision_model|vision_tower)\..*\bk_proj\.bias$")
-"""Biases of the keys of a tower without rotary positions: they add the same to all scores of a
-query, which softmax takes away again. Their gradient is rounding alone, compared with nothing."""
+NO_GRADIENT = re.compile(
+    r"\b(vision_model|vision_tower)\..*\bk_proj\.bias$|\bqformer\..*\battention\.key\.bias$"
+)
+"""Biases of the keys of a tower or a projector without rotary positions: they add the same to all
+scores of a query, which softmax takes away again. Their gradient is rounding alone, compared with
+nothing."""
 ROUNDING = 1e-6
 """Bound on the norm of such a gradient, where those of others are above 1e-4."""
 

@@ -134,7 +134,9 @@ CLASSES: Mapping[str, ClassFacts] = {
                 "hidden_size": 64,
                 "encoder_hidden_size": 64,
                 "attention_probs_dropout_prob": 0.0,
+                "hidden_dropout_prob": 0.0,
             },
+            "projector_dropout": 0.0,
         },
     ),
     "granite_docling": ClassFacts(

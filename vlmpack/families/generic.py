@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -41,6 +41,9 @@ from vlmpack.recipe.data import ImagesSection
 
 UNUSED = ("audio", "generation", "vqmodel")
 """Parts of the names of modules that no image on its way to text passes."""
+
+TOWER_OUTPUTS = ("last_hidden_state", "hidden_states", "attentions")
+"""What a tower returns of its own layers, beside or instead of features."""
 
 
 @dataclass(frozen=True)
@@ -403,10 +406,19 @@ def _other_than(*tokens: int | None) -> int:
 def _all_features(output: Any) -> Tensor:
     """(M, D) of whatever `get_image_features` returns, for its gradient alone."""
     features = getattr(output, "pooler_output", None)
-    features = output if features is None else features
-    parts = [features] if isinstance(features, Tensor) else list(features)
-    flat = [part for one in parts for part in ([one] if isinstance(one, Tensor) else one)]
-    return torch.cat([part.reshape(-1, part.shape[-1]) for part in flat])
+    if features is None and isinstance(output, Mapping):
+        features = [output[name] for name in output if name not in TOWER_OUTPUTS]
+    parts = _tensors(output if features is None else features)
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
+def _tensors(of: Any) -> Iterator[Tensor]:
+    """Those in lists of lists, which in Granite 4 Vision have numbers of layers too."""
+    if isinstance(of, Tensor):
+        yield of
+    elif isinstance(of, list | tuple):
+        for one in of:
+            yield from _tensors(one)
 
 
 def generic_family(folder: Path, model_type: str) -> Family:

@@ -25,8 +25,9 @@ from vlmpack.forecast.parameters import read_sizes
 from vlmpack.recipe.engine_rules import read_model_config
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
-STRANGERS = ("lfm2", "glm4v", "cohere_compass", "ernie4_5_vl_moe")
-"""Classes that run whole: with convolutions, and with images, deep features and kinds of tokens."""
+STRANGERS = ("lfm2", "glm4v", "cohere_compass", "ernie4_5_vl_moe", "granite4_vision")
+"""Classes that run whole: with convolutions, and with images, deep features and kinds of tokens.
+The last one's features come by layers of the decoder."""
 FAULTY = (
     *(f"qwen2_5_vl+{fault}" for fault in ("other heads", "other slots", "own positions")),
     *(f"qwen2_5_vl+{fault}" for fault in ("twice", "owner's part")),

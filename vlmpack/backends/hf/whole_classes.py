@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import inspect
 import sys
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from vlmpack.backends.hf.recurrence import ROW_ARGUMENT
 from vlmpack.errors import CapabilityError
@@ -77,12 +79,13 @@ BY_SLOT = {
     "inputs_embeds": 1,
     "position_ids": -1,
     "visual_pos_masks": 1,
+    "vision_mask": 1,
     "moe_mm_token_type_ids": 1,
 }
 """Inputs of decoders, and which of their dimensions is the row's slots."""
 
-DEEP, IMAGES = "deepstack_visual_embeds", "visual_pos_masks"
-"""(M, D) features of each of the first layers, and the (1, T) mask of the slots that they go to."""
+DEEP = {"deepstack_visual_embeds": "visual_pos_masks", "deepstack_features": "vision_mask"}
+"""(M, D) features by layers, and the mask (1, T) or (1, T, 1) of the slots that they go to."""
 
 
 def cut_inputs(
@@ -102,7 +105,7 @@ def cut_inputs(
         for name, value in given.items()
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
     }
-    if unknown := sorted(tensors - {*BY_SLOT, DEEP, *BOUNDARIES}):
+    if unknown := sorted(tensors - {*BY_SLOT, *DEEP, *BOUNDARIES}):
         raise CapabilityError(
             f"parallelism.context: {type(module).__name__} is given {', '.join(unknown)} of a row "
             f"by its class, and nobody said how to cut that for processes that share rows; use 1"
@@ -110,10 +113,11 @@ def cut_inputs(
     cut = {
         name: given[name].index_select(dim, own) for name, dim in BY_SLOT.items() if name in tensors
     }
-    if DEEP in tensors:
-        number = given[IMAGES][0].cumsum(0) - 1
-        mine = number[own][cut[IMAGES][0]]
-        cut[DEEP] = [layer.index_select(0, mine) for layer in given[DEEP]]
+    for name in tensors & DEEP.keys():
+        is_image = given[DEEP[name]].flatten()
+        number = is_image.cumsum(0) - 1
+        mine = number[own][is_image[own]]
+        cut[name] = tree_map(partial(torch.index_select, dim=0, index=mine), given[name])
     return args, kwargs | cut
 
 
