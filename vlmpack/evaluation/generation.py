@@ -1,7 +1,9 @@
-"""Greedy answers to test questions, by transformers' own `generate`.
+"""Answers to questions by transformers' own `generate`: greedy ones, or drawn ones.
 
     VLMSample -> Question (the turns before the last answer) -> prompt ids, placeholders expanded
     -> batches of similar length, padded on the left -> generate -> answers in the given order
+
+`Draws` chooses the tokens of drawn answers (`sampling.py`).
 
 The model gets ids, the padding mask, pixels and grids, and derives positions itself. No packing
 code takes part, so the result is what a user of the exported folder gets. Positions are given only
@@ -12,13 +14,14 @@ Shape letters: B questions of a batch, S columns of the padded prompts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,6 +35,7 @@ from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.sample import shown_by
 from vlmpack.errors import DataError
 from vlmpack.evaluation.predictions import Question
+from vlmpack.evaluation.sampling import Drawn, Draws, Sampling, prompt_digest
 from vlmpack.families.base import kinds_of
 from vlmpack.packing import Media
 from vlmpack.packing.media import concatenate_media
@@ -66,6 +70,38 @@ class _Prompt:
     runs: tuple[int, ...]
     num_tokens: int
     chat: ChatEncoder
+
+    def expanded(self, placeholder_ids: Container[int]) -> list[int]:
+        """The ids with as many placeholders as the runs are long."""
+        runs, row = iter(self.runs), list[int]()
+        for token in self.ids:
+            row.extend([token] * (next(runs) if token in placeholder_ids else 1))
+        return row
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question to draw answers to.
+
+    Args:
+        token_ids: of the prompt, with expanded placeholders.
+        digest: says which prompt it is.
+    """
+
+    question: Question
+    token_ids: tuple[int, ...]
+    digest: str
+
+    @classmethod
+    def of(cls, question: Question, encoder: Encoder) -> Asked:
+        """Tokenise a question.
+
+        Raises:
+            DataError: it cannot be asked.
+        """
+        ids = _tokenise(0, question, encoder).expanded(encoder.placeholder_ids)
+        digest = prompt_digest(ids, shown_by(question.messages), question.images)
+        return cls(question, tuple(ids), digest)
 
 
 def answer_questions(
@@ -148,6 +184,61 @@ def stream_answer(
     return text
 
 
+def draw_answers(
+    model: Any,
+    encoder: Encoder,
+    questions: Sequence[Question],
+    numbers: Sequence[Sequence[np.random.Generator]],
+    sampling: Sampling,
+    *,
+    batch_size: int,
+    on_bad_sample: OnBadSample = raised,
+) -> list[list[Drawn]]:
+    """Answers that are drawn, several to each question.
+
+    Args:
+        model, encoder: as of `answer_questions`.
+        numbers: of each question, the random numbers of each of its answers.
+        batch_size: answers per forward pass; an image counts in it once an answer.
+
+    Returns:
+        Of each question its answers, in the order of `numbers`; none for a bad question.
+
+    Raises:
+        DataError: as `answer_questions`.
+        NonFiniteError: the model's logits are no numbers.
+    """
+    rows: list[tuple[_Prompt, Media | None, np.random.Generator]] = []
+    for index, question in enumerate(questions):
+        with _located(question, on_bad_sample):
+            asked = _tokenise(index, question, encoder), _media(question, encoder)
+            rows += [(*asked, number) for number in numbers[index]]
+    rows.sort(key=lambda row: -row[0].num_tokens)
+    found: list[list[Drawn]] = [[] for _ in questions]
+    with _greedy(model, encoder, sampling.max_new_tokens), _few_threads(model):
+        ends = set(model.generation_config.eos_token_id)
+        for start in range(0, len(rows), batch_size):
+            ACTIVITY.enter_alone("drawing answers")
+            batch = rows[start : start + batch_size]
+            draws = Draws(sampling, [number for *_, number in batch])
+            hook = model.register_forward_hook(draws.hear)
+            try:
+                _generate(model, encoder, [row[:2] for row in batch], draws=draws)
+            finally:
+                hook.remove()
+            for (prompt, *_), (ids, log_probs, finish) in zip(
+                batch, draws.answers(ends), strict=True
+            ):
+                drawn = Drawn(
+                    token_ids=ids,
+                    log_probs=log_probs,
+                    finish=finish,
+                    text=prompt.chat.decode(ids),
+                )
+                found[prompt.index].append(drawn)
+    return found
+
+
 def answer_over_ranks(
     engine: Engine,
     encoder: Encoder,
@@ -193,10 +284,13 @@ def answer_over_ranks(
     return merged
 
 
-def load_for_generation(folder: Path, adapters: Sequence[Path] = ()) -> tuple[Any, Encoder]:
+def load_for_generation(
+    folder: Path, adapters: Sequence[Path] = (), encoder: Encoder | None = None
+) -> tuple[Any, Encoder]:
     """A model folder, ready to answer: on the GPU in bfloat16, or on the CPU in float32.
 
     Args:
+        encoder: of the folder, where there is one.
         adapters: folders in peft's format, which are merged into the weights in float32, one after
             the other.
 
@@ -208,7 +302,7 @@ def load_for_generation(folder: Path, adapters: Sequence[Path] = ()) -> tuple[An
     from vlmpack.backends.hf.adapters import merge_adapter
     from vlmpack.backends.hf.load import load_model
 
-    encoder = Encoder(folder)
+    encoder = Encoder(folder) if encoder is None else encoder
     model = load_model(folder)
     for adapter in adapters:
         model = merge_adapter(model, adapter)
@@ -250,12 +344,15 @@ def _generate(
     encoder: Encoder,
     ready: Sequence[tuple[_Prompt, Media | None]],
     streamer: Any = None,
+    draws: Draws | None = None,
 ) -> list[str]:
     device = next(model.parameters()).device
     inputs = {name: x.to(device) for name, x in _model_inputs(encoder, ready).items()}
     inputs = encoder.family.class_arguments(model, inputs, generates=True)
     with torch.no_grad():
-        output: Tensor = model.generate(**inputs, streamer=streamer)
+        output: Tensor = model.generate(
+            **inputs, streamer=streamer, logits_processor=None if draws is None else [draws]
+        )
     new_ids = output[:, inputs["input_ids"].shape[1] :].tolist()
     return [
         prompt.chat.decode(ids).strip() for (prompt, _), ids in zip(ready, new_ids, strict=True)
@@ -271,13 +368,7 @@ def _model_inputs(
     mask  0   0   1   1   1   1
     kind  0   0   0   0   1   1       (mm_token_type_ids: the model's own position rule reads it)
     """
-    rows: list[list[int]] = []
-    for prompt, _ in ready:
-        runs = iter(prompt.runs)
-        row: list[int] = []
-        for token in prompt.ids:
-            row.extend([token] * (next(runs) if token in encoder.placeholder_ids else 1))
-        rows.append(row)
+    rows = [prompt.expanded(encoder.placeholder_ids) for prompt, _ in ready]
     width = max(map(len, rows))
     input_ids = torch.full((len(rows), width), encoder.pad_token_id)
     attention_mask = torch.zeros((len(rows), width), dtype=torch.int64)
