@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,20 @@ def write_pictures(folder: Path, numbers: Sequence[int]) -> None:
             (folder / name).write_bytes(data)
 
 
-def write_records(folder: Path, kind: str, numbers: Sequence[int], name: str = "train") -> str:
-    """The records as a file of a kind, or a folder; returns its path."""
+def write_records(
+    folder: Path,
+    kind: str,
+    numbers: Sequence[int],
+    name: str = "train",
+    more: Callable[[int], dict[str, Any]] = lambda number: {},
+) -> str:
+    """The records as a file of a kind, or a folder; returns its path.
+
+    Args:
+        more: number of a record -> keys that it has besides.
+    """
     write_pictures(folder, numbers)
-    records = [record(number) for number in numbers]
+    records = [record(number) | more(number) for number in numbers]
     path = folder / f"{name}.{kind.partition(' ')[0]}"
     if kind == "jsonl":
         path.write_text("".join(json.dumps(each) + "\n" for each in records))
@@ -56,9 +66,8 @@ def write_records(folder: Path, kind: str, numbers: Sequence[int], name: str = "
             writer = csv.writer(stream, delimiter="," if kind == "csv" else "\t")
             writer.writerow(records[0])
             for each in records:
-                cells = (
-                    json.dumps(each[key], ensure_ascii=False) for key in ("messages", "images")
-                )
+                keys = [key for key in records[0] if key != "id"]
+                cells = (json.dumps(each[key], ensure_ascii=False) for key in keys)
                 writer.writerow([each["id"], *cells])
     else:
         if kind != "parquet":
@@ -92,9 +101,15 @@ def save_to_disk(folder: Path, table: Any, files: int = 2) -> Path:
     return folder
 
 
-def write_same_shards(folder: Path, numbers: Sequence[int], *, per_shard: int = 10) -> str:
+def write_same_shards(
+    folder: Path,
+    numbers: Sequence[int],
+    *,
+    per_shard: int = 10,
+    more: Callable[[int], dict[str, Any]] = lambda number: {},
+) -> str:
     """The same records as shards, by `vlmpack data convert`; returns their glob."""
-    source = write_records(folder, "jsonl", numbers, "source")
+    source = write_records(folder, "jsonl", numbers, "source", more)
     settings = ConvertSettings(
         folder=folder / "shards",
         image_root=folder,

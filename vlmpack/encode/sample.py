@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from vlmpack.encode.objects import Objects
+from vlmpack.encode.rollouts import Rollout
 from vlmpack.errors import DataError, schema_error
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -134,6 +135,7 @@ class VLMSample:
         is_continued: whether another sample of its record continues after this one's question.
         objects: boxes, points and polygons that its texts have places for.
         is_written: whether these are written into the texts (`Encoder.written`).
+        rollout: what a sampler said of the last answer; None where none has drawn it.
     """
 
     key: str
@@ -148,6 +150,7 @@ class VLMSample:
     is_continued: bool = False
     objects: Objects | None = None
     is_written: bool = False
+    rollout: Rollout | None = None
 
     @property
     def conversations(self) -> tuple[tuple[Message, ...], ...]:

@@ -69,6 +69,7 @@ from vlmpack.data.shards.turns import (
     named_images,
 )
 from vlmpack.encode.objects import Objects
+from vlmpack.encode.rollouts import Rollout
 from vlmpack.encode.sample import (
     NO_INPUTS,
     ImagePart,
@@ -260,6 +261,7 @@ class ChatTurns:
         branches: of a record of several samples, the turns of each behind these.
         put_first: whether the places of the images were chosen here, since the record has none.
         objects: boxes and points of the record.
+        rollout: what a sampler said of the last answer.
     """
 
     turns: tuple[Message, ...]
@@ -270,6 +272,7 @@ class ChatTurns:
     branches: tuple[tuple[Message, ...], ...] = ()
     put_first: bool = False
     objects: Objects | None = None
+    rollout: Rollout | None = None
 
     def document(self, names: Sequence[str]) -> dict[str, Any]:
         """A shard's JSON, its images under these member names."""
@@ -284,6 +287,8 @@ class ChatTurns:
             document["chat_template_kwargs"] = dict(self.inputs.variables)
         if self.objects is not None:
             document["objects"] = self.objects.document()
+        if self.rollout is not None:
+            document["rollout"] = self.rollout.document()
         return document
 
 
@@ -336,6 +341,7 @@ def chat_turns(record: dict[str, Any], rewrite: Rewrite | None = None) -> ChatTu
         said.branches,
         put_first,
         said.objects,
+        said.rollout,
     )
 
 
@@ -346,8 +352,9 @@ def _parsed(record: dict[str, Any]) -> dict[str, Any]:
         record = record | {schema: parsed_text(text, repr(schema))}
     if "images" in record:
         record = record | {"images": listed(record["images"], "'images'")}
-    if isinstance(record.get("objects"), str):
-        record = record | {"objects": parsed_text(record["objects"], "'objects'")}
+    for name in ("objects", "rollout"):
+        if isinstance(text := record.get(name), str) and text:
+            record = record | {name: parsed_text(text, repr(name))}
     if "tools" in record:
         record = record | {"tools": with_wrapped_tools(record["tools"])}
     lists = {name: record[name] for name in TURN_FIELDS if isinstance(record.get(name), list)}

@@ -277,7 +277,9 @@ def _said(value: Mapping[str, Any], sample: RecordSample) -> Conversation[str] |
     is_more = is_more or not all(turn.parts for turn in turns.turns)
     if is_more or turns.inputs != NO_INPUTS:
         return None
-    return Conversation(turns.turns, sample.names, (), NO_INPUTS, objects=turns.objects)
+    return Conversation(
+        turns.turns, sample.names, (), NO_INPUTS, objects=turns.objects, rollout=turns.rollout
+    )
 
 
 def text_document(record: Record, form: RecordForm, fields: Sequence[str]) -> bytes:

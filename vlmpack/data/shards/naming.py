@@ -140,7 +140,7 @@ BRANCHES = "branches"
 _CONTENT_KEYS = frozenset(
     {
         *("messages", "conversations", "system", "image", "images"),
-        *("tools", "chat_template_kwargs", BRANCHES, *PAIR_KEYS),
+        *("tools", "chat_template_kwargs", "rollout", BRANCHES, *PAIR_KEYS),
     }
 )
 """Keys whose misspelling changes a sample: `imgae` would leave only its text."""
@@ -148,7 +148,10 @@ _CONTENT_KEYS = frozenset(
 RECORD_KEYS = _CONTENT_KEYS | {"objects", "task", "id", "__key__"}
 """Keys of a record that are read, or name it."""
 
-_ONE_ANSWER = "rewards are not trained here: keep the answer to learn in the turns"
+_ONE_ANSWER = (
+    "an answer with a reward has a 'rollout' here, which objective.name: policy learns from; else "
+    "keep the answer to learn in the turns"
+)
 _TWO_ANSWERS = (
     "a pair is the turns of its prompt with 'chosen' and 'rejected' beside them; vlmpack data "
     "convert writes it so"

@@ -390,6 +390,7 @@ def _cooked(
         inputs=said.inputs,
         answers=said.answers,
         objects=said.objects,
+        rollout=said.rollout,
     )
     samples = [sample]
     if said.branches:

@@ -57,6 +57,7 @@ from vlmpack.data.shards.turn_parts import (
 )
 from vlmpack.encode.objects import Objects, objects_of
 from vlmpack.encode.places import with_named_places
+from vlmpack.encode.rollouts import Rollout, rollout_of
 from vlmpack.encode.sample import (
     ImagePart,
     Message,
@@ -133,6 +134,7 @@ class Conversation(Generic[Source]):
         answers: of a pair, the chosen one and the rejected one; else empty.
         branches: of a record of several samples, the turns of each after the messages.
         objects: boxes and points that the texts have places for, which are named by entry.
+        rollout: what a sampler said of the last answer.
     """
 
     messages: tuple[Message, ...]
@@ -142,6 +144,7 @@ class Conversation(Generic[Source]):
     answers: tuple[tuple[Message, ...], ...] = ()
     branches: tuple[tuple[Message, ...], ...] = ()
     objects: Objects | None = None
+    rollout: Rollout | None = None
 
 
 def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Conversation[Source]:
@@ -187,7 +190,13 @@ def conversation(record: Mapping[str, Any], dialect: Dialect[Source]) -> Convers
         answers, branches = tuple(rest[: len(answers)]), tuple(rest[len(answers) :])
         if not objects.shapes and not objects.labels:  # a table's row without any
             objects = None
-    return Conversation(turns, images, unknown, inputs, answers, branches, objects)
+    rollout = rollout_of(record.get("rollout"))
+    if rollout is not None and branches:
+        raise schema_error(
+            f"the record has {BRANCHES!r} and 'rollout', which is of one answer. Give each answer "
+            "that was drawn its own record"
+        )
+    return Conversation(turns, images, unknown, inputs, answers, branches, objects, rollout)
 
 
 @dataclass(frozen=True, slots=True)
