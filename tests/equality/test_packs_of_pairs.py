@@ -163,7 +163,7 @@ def test_every_step_is_the_unpacked_one(case, engine, online, stock, tmp_path) -
     changes, order = CASES[case]
     data = packed(online, tmp_path / "packs", order, changes)
     log_p, reference, step = stock
-    data.reference = reference.numpy().reshape(-1, 2)
+    data.kept["reference"] = reference.numpy().reshape(-1, 2)
     unpacked, _ = open_recipe(
         load_recipe({**online, "packing": {"mode": "none"}}, {"training.micro_batch_size": 5})
     )
@@ -194,7 +194,7 @@ def test_every_step_is_the_unpacked_one(case, engine, online, stock, tmp_path) -
 def test_the_order_of_pairs_rows_and_ranks_changes_nothing(engine, online, stock, tmp_path) -> None:
     """And a mean of each row's mean would."""
     data = packed(online, tmp_path / "packs", PackOrder(kind="tokens"))
-    data.reference = stock[1].numpy().reshape(-1, 2)
+    data.kept["reference"] = stock[1].numpy().reshape(-1, 2)
     ranks = [next(data.batches(data.start(), rank=rank, dp=2, max_steps=1)) for rank in (1, 0)]
     [whole] = data.batches(data.start(), rank=0, dp=1, max_steps=1)
     straight = [micro.batch for micro in whole.micro_batches]

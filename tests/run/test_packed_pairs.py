@@ -117,7 +117,7 @@ def test_the_reference_reads_each_pack_once(tmp_path, shard, monkeypatch):
     monkeypatch.setattr(open, "load_pack", counted)
     recipe = resolve(values, {})
     [found] = make_references(recipe, Ranks())
-    assert (found.num_pairs, found.num_computed) == (NUM_PAIRS, NUM_PAIRS)
+    assert (found.num_samples, found.num_computed) == (NUM_PAIRS, NUM_PAIRS)
     assert len(read) == len(set(read)) == open_recipe(recipe)[0].split.manifest.num_packs
     [again] = make_references(recipe, Ranks())
     assert again.num_computed == 0

@@ -203,7 +203,7 @@ def test_a_pass_that_was_stopped_goes_on(tmp_path, shard, monkeypatch):
     state = torch.get_rng_state()
     [found] = make_references(recipe, Ranks())
     assert torch.equal(torch.get_rng_state(), state), "nothing is drawn"
-    assert (found.num_pairs, found.num_computed) == (NUM_PAIRS, NUM_PAIRS - 8)
+    assert (found.num_samples, found.num_computed) == (NUM_PAIRS, NUM_PAIRS - 8)
     [again] = make_references(recipe, Ranks())
     assert again.num_computed == 0
     whole = {p.name: p.read_bytes() for p in found.folder.glob("*.part")}

@@ -21,6 +21,7 @@ from vlmpack.errors import ObjectiveError
 from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.training.policy import policy
+from vlmpack.training.reference import log_probabilities
 
 PACKED = PackCollator(pad_token_id=561, num_position_axes=3, pad_to_multiple_of=8)
 SHARED = replace(PACKED, share_prefix=True)
@@ -152,6 +153,17 @@ def test_loss_report_and_gradients_are_the_literal_ones(variant, layout, engine,
     for name in said.keys() & report.keys():
         assert said[name] == pytest.approx(report[name], abs=1e-10)
     assert said["ratio"] != 1 and said["without_advantage"] == 1 / 12
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kept_log_probabilities_are_those_of_each_answer_alone(layout, engine, case):
+    """Of every label token, at the temperature of its draw."""
+    collate, rows = LAYOUTS[layout]
+    for batch, row in zip(case.batches(collate, rows), rows, strict=True):
+        found = torch.tensor(log_probabilities(engine, batch), dtype=torch.float64)
+        if row:
+            wanted = torch.cat([case.log_p[n].detach() for n in row])
+            assert (found - wanted).abs().max() < 1e-11
 
 
 def test_prefixes_are_shared_where_they_are_said_to_be(case):

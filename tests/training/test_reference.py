@@ -21,7 +21,7 @@ from vlmpack.packing import PackCollator, PadCollator
 from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.training import reference
 from vlmpack.training.preference import dpo
-from vlmpack.training.reference import ReferenceFile, sequence_values, without_adapters
+from vlmpack.training.reference import ReferenceFile, model_values, unknown, without_adapters
 
 FACTS = {"weights": "ab", "dtype": "float32"}
 
@@ -38,6 +38,18 @@ def test_what_is_written_is_read_bit_by_bit(tmp_path):
     found = file(tmp_path).read()
     assert found[[0, 2, 3]].tolist() == [[-1e-300, -7.0], [-1 / 3, -2.5], [-4.0, -5.0]]
     assert np.isnan(found[1]).all(), "what is missing is made by the next pass"
+
+
+def test_tokens_of_rollouts_are_read_bit_by_bit(tmp_path):
+    """As many as each answer has."""
+    of_tokens = replace(file(tmp_path), of_tokens=True)
+    assert unknown(of_tokens.read()).all()
+    of_tokens.write([(0, -1 / 3), (2, -1e-300, -7.0, -0.0)])
+    of_tokens.write([(3, -4.0, -5.0)])
+    found = of_tokens.read()
+    assert unknown(found).tolist() == [False, True, False, False]
+    known = [found[n].tolist() for n in (0, 2, 3)]
+    assert known == [[-1 / 3], [-1e-300, -7.0, -0.0], [-4.0, -5.0]]
 
 
 def test_another_reference_is_refused_with_every_difference(tmp_path):
@@ -65,7 +77,7 @@ def test_a_damaged_part_is_made_again_and_a_damaged_record_refused(tmp_path, cap
     found = file(tmp_path).read()
     assert np.isnan(found[0]).all()
     assert found[1].tolist() == [3.0, 4.0]
-    assert "is damaged; its pairs are computed again" in caplog.text
+    assert "is damaged; its samples are computed again" in caplog.text
     record = tmp_path / "reference" / "reference.json"
     record.write_text(record.read_text().replace('"vlmpack_format": 1', '"vlmpack_format": 9'))
     with pytest.raises(
@@ -192,8 +204,8 @@ def test_without_its_adapters_it_is_the_model_that_it_began_with(kind, layout, p
     assert torch.equal(torch.get_rng_state(), state), "nothing is drawn"
     assert [name for name, _ in engine.parameters()] == marked
     for batch, given in zip(batches, found, strict=True):
-        assert torch.equal(given.reference, sequence_values(base, batch)), "what a cache would hold"
-        assert (given.reference - sequence_values(engine, batch)).abs().min() > 1e-4, "they matter"
+        assert torch.equal(given.reference, model_values(base, batch)), "what a cache would hold"
+        assert (given.reference - model_values(engine, batch)).abs().min() > 1e-4, "they matter"
 
 
 @pytest.mark.cases(slow="DoRA")
@@ -253,7 +265,7 @@ def test_a_reference_with_its_adapters_on_is_found(pair_encoder, pairs):
     engine = adapted(pair_encoder)
     stepper = make_stepper(engine, objective=dpo(ObjectiveSection(name="dpo")))
     batch = COLLATES["packed"](pairs)
-    own = replace(batch, reference=sequence_values(engine, batch))
+    own = replace(batch, reference=model_values(engine, batch))
     assert stepper.evaluate([own]).totals["margin_sum"] == 0.0
     stepper.reference = without_adapters
     assert abs(stepper.evaluate([batch]).totals["margin_sum"]) > 1e-3

@@ -65,7 +65,7 @@ def build_stepper(
     spec: ObjectiveSpec, engine: Engine, ranks: Ranks, *, total_steps: int
 ) -> Stepper:
     section = spec.section
-    in_step = section.learns_pairs and not section.keeps_reference
+    in_step = section.has_reference and not section.keeps_reference
     return Stepper(
         engine=engine,
         objective=objective_of(section, spec.sources, spec.own),

@@ -105,10 +105,11 @@ def _print_table(manifest: Manifest, folder: Path, seconds: float) -> None:
 
 
 def reference(recipe: RecipeOrRun, overrides: Overrides = None) -> None:
-    """Compute the log-probabilities of a preference recipe's pairs under its model, and keep them.
+    """Compute the log-probabilities of a recipe's answers under its model, and keep them.
 
-    They are two numbers a pair, in `objective.reference_dir`. A run does the same at its launch. A
-    pass that was stopped goes on where it was. Runs under torchrun too.
+    They are two numbers a pair, or one a token of a rollout's answer, in `objective.reference_dir`.
+    A run does the same at its launch. A pass that was stopped goes on where it was. Runs under
+    torchrun too.
     """
     loaded = load(recipe, overrides, launcher_number("WORLD_SIZE", 1))
     from vlmpack.run.place import watched_ranks
@@ -118,9 +119,10 @@ def reference(recipe: RecipeOrRun, overrides: Overrides = None) -> None:
     with watched_ranks(loaded) as ranks:
         ACTIVITY.enter_alone("opening model and data")
         passes = make_references(loaded, ranks)
+        units = "pairs" if loaded.objective.learns_pairs else "answers"
         if ranks.is_main:
             for found in passes:
                 say(
-                    f"{found.split}: {found.num_pairs} pairs, {found.num_computed} of them "
+                    f"{found.split}: {found.num_samples} {units}, {found.num_computed} of them "
                     f"computed now, in {found.folder}"
                 )

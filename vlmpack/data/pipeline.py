@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +58,10 @@ from vlmpack.storage.fetch import Fetcher, LocalFetcher, ShardStamp
 
 Float64s = npt.NDArray[np.float64]
 
+KeptTable = npt.NDArray[Any]
+"""What a model said of each sample. (samples, 2) float64 for pairs, NaN where nothing is known;
+else (samples,) objects, each (l,) float64 of the sample's label tokens, [NaN] for nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class PairColumns:
@@ -67,52 +71,54 @@ class PairColumns:
         sources: of each source of the split, its place among the recipe's names; empty with one
             name.
         source_of: (n,) sample numbers -> their source in the split.
-        reference: (samples, 2) in the split's order, or None. Called for each micro-batch, since
-            workers begin to read before it is made.
+        kept: column -> a table in the split's order. Tables are put in after workers begin to
+            read.
         place_of: (n,) sample numbers -> their place in that order.
     """
 
     sources: Sequence[int]
     source_of: Callable[[Int64s], Int64s]
-    reference: Callable[[], Float64s | None]
+    kept: Mapping[str, KeptTable]
     place_of: Callable[[Int64s], Int64s]
 
     def __call__(self, micro_batch: MicroBatch) -> MicroBatch:
         """The micro-batch with its columns.
 
         Raises:
-            ReferenceCacheError: a pair of which the reference says nothing.
+            ReferenceCacheError: a sample of which a table says nothing.
         """
         if self.sources and micro_batch.batch.num_pairs:
             sources = np.array(self.sources, dtype=np.int64)[self.source_of(_numbers(micro_batch))]
             micro_batch = micro_batch.with_columns(sources=torch.from_numpy(sources))
-        reference = self.reference()
-        if reference is None:
-            return micro_batch
-        return with_reference(micro_batch, reference, self.place_of)
+        for name, table in self.kept.items():
+            if micro_batch.samples:
+                micro_batch = with_kept(micro_batch, name, table, self.place_of)
+        return micro_batch
 
 
-def with_reference(
-    micro_batch: MicroBatch, reference: Float64s, place_of: Callable[[Int64s], Int64s]
+def with_kept(
+    micro_batch: MicroBatch, name: str, table: KeptTable, place_of: Callable[[Int64s], Int64s]
 ) -> MicroBatch:
-    """The micro-batch with what the reference model says of its sequences.
+    """The micro-batch with what a model said of its samples.
 
     Args:
-        reference: (samples, 2) in the split's order, NaN where nothing is known.
+        name: of the column.
+        table: in the split's order.
 
     Raises:
-        ReferenceCacheError: a pair of which nothing is known.
+        ReferenceCacheError: a sample of which nothing is known.
     """
-    log_probabilities = reference[place_of(_numbers(micro_batch))].reshape(-1)
-    unknown = np.flatnonzero(np.isnan(log_probabilities))
-    if unknown.size:
-        sample = micro_batch.samples[int(unknown[0]) // 2]
-        raise ReferenceCacheError(
-            f"sample {sample.key!r} of {sample.shard} has no log-probabilities of the reference "
-            "model: it could not be read when they were made, and can be now. Run `vlmpack "
-            "reference` again, then resume"
-        )
-    return micro_batch.with_columns(reference=torch.from_numpy(log_probabilities.copy()))
+    rows = table[place_of(_numbers(micro_batch))]
+    for sample, row in zip(micro_batch.samples, rows, strict=True):
+        if np.isnan(row).any():
+            raise ReferenceCacheError(
+                f"sample {sample.key!r} of {sample.shard} has no log-probabilities of the "
+                f"{name} model: it could not be read when they were made, and can be now. Run "
+                "`vlmpack reference` again, then resume"
+            )
+    return micro_batch.with_columns(
+        **{name: torch.from_numpy(np.concatenate([np.empty(0), *rows]))}
+    )
 
 
 def _numbers(micro_batch: MicroBatch) -> Int64s:
@@ -140,7 +146,7 @@ class TrainData:
     shards: tuple[ShardStamp, ...] = ()
 
     def __post_init__(self) -> None:
-        self.reference: Float64s | None = None
+        self.kept: dict[str, KeptTable] = {}
         self._sources = self.config.data.places_of(self.config.sources)
 
     @classmethod
@@ -382,7 +388,7 @@ class TrainData:
     def _pair_columns(
         self, source_of: Callable[[Int64s], Int64s], place_of: Callable[[Int64s], Int64s]
     ) -> PairColumns:
-        return PairColumns(self._sources, source_of, lambda: self.reference, place_of)
+        return PairColumns(self._sources, source_of, self.kept, place_of)
 
     def _one_by_one(
         self, numbers: Sequence[int], rank: int, dp: int, together: int | None = None

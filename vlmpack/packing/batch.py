@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -385,6 +385,12 @@ class _Slots:
         if self.media_sources is None or self.media is None:
             return int(self.media_positions.shape[0])
         return sum(self.media.num_tokens)
+
+    def with_columns(self, **columns: Tensor) -> Self:
+        """With more columns, by field name; of `Rollouts` where samples are rollouts."""
+        if self.rollouts is None:
+            return replace(self, **cast(Any, columns))
+        return replace(self, rollouts=replace(self.rollouts, **cast(Any, columns)))
 
     def own_labels(self) -> tuple[Tensor, Tensor]:
         """(L,) positions and targets of the label tokens; of a part of a row, those in it."""

@@ -167,6 +167,16 @@ class ObjectiveSection(Section):
         """Whether a reference model's log-probabilities are made before the run, and kept."""
         return self.has_reference and self.reference == "cached"
 
+    def kept_columns(self, total_steps: int | None = None) -> tuple[str, ...]:
+        """Columns of log-probabilities that are made before the run, and kept.
+
+        Args:
+            total_steps: of the run; None for not known. In a single step the old policy is the
+                current one, and nothing is kept of it.
+        """
+        old = self.learns_rollouts and self.old == "recomputed" and total_steps != 1
+        return ("old",) * old + ("reference",) * self.keeps_reference
+
     @property
     def learns_pairs(self) -> bool:
         """Whether samples are pairs of answers to one prompt."""

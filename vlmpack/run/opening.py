@@ -87,7 +87,7 @@ def open_session(
     set_timeout(split.timeout_seconds)  # of the engine's own groups too
     fingerprint = known or model.compare_all()
     trained = _describe(spec, engine)
-    reference.attach(engine, fingerprint)  # with the folder's weights, before a checkpoint's
+    reference.attach(engine, fingerprint, steps)  # with the folder's weights, before a checkpoint's
     stepper = build_stepper(objective, engine, ranks, total_steps=steps)
     if checkpoint.folder is None:
         stepper.start = reference.start_check(engine)

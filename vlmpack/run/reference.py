@@ -1,4 +1,4 @@
-"""A run's reference model: the model that it begins with, whose log-probabilities are kept."""
+"""A run's reference model: the model that it starts with, whose log-probabilities are kept."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ class ReferencePass:
 
     Args:
         split: `train` or `validation`.
-        num_pairs: of the split.
+        num_samples: of the split.
         num_computed: in this pass; the others were there.
     """
 
     split: str
     folder: Path
-    num_pairs: int
+    num_samples: int
     num_computed: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The reference model of a run, of whose pairs numbers are kept.
+    """The reference model of a run, of whose answers numbers are kept.
 
     Args:
         spec: the engine that computes them, with the weights of the model folder.
@@ -91,17 +91,25 @@ class Reference:
         on_main(compare)
         return digests
 
-    def attach(self, engine: Engine, model: Mapping[str, str]) -> list[ReferencePass]:
+    def attach(
+        self, engine: Engine, model: Mapping[str, str], total_steps: int | None = None
+    ) -> list[ReferencePass]:
         """Give each split its reference, computed where it is not there yet. Collective.
+
+        Before its first step the model is the old policy of rollouts too.
+
+        Args:
+            total_steps: see `ObjectiveSection.kept_columns`.
 
         Raises:
             ReferenceCacheError: a folder of another reference, or one that cannot be written.
         """
-        passes = []
-        for split, file in self._files(model):
-            split.reference, computed = make_reference(engine, split, self.spec.ranks, file)
-            pairs = int(split.fitted.eligible.sum())
-            passes.append(ReferencePass(file.folder.name, file.folder, pairs, computed))
+        passes, columns = [], self.objective.section.kept_columns(total_steps)
+        for split, file in self._files(model) if columns else ():
+            table, computed = make_reference(engine, split, self.spec.ranks, file)
+            split.kept |= dict.fromkeys(columns, table)
+            count = int(split.fitted.eligible.sum())
+            passes.append(ReferencePass(file.folder.name, file.folder, count, computed))
         return passes
 
     def start_check(self, engine: Engine) -> StartCheck | None:
@@ -126,7 +134,8 @@ class Reference:
 
     def _files(self, model: Mapping[str, str]) -> list[tuple[TrainData, ReferenceFile]]:
         """Files of each split's numbers; empty if the objective keeps none."""
-        if not self.objective.section.keeps_reference:
+        section = self.objective.section
+        if not section.kept_columns():
             return []
         return [
             (
@@ -135,6 +144,7 @@ class Reference:
                     self.objective.reference_folder / split.config.key.removeprefix("data."),
                     self._facts(split, model),
                     split.fitted.table.num_samples,
+                    of_tokens=section.learns_rollouts,
                 ),
             )
             for split in self.splits
@@ -165,6 +175,8 @@ class Reference:
             "quantize": "none" if lora is None else lora.quantize,
             **data,
         }
+        if self.objective.section.learns_rollouts:
+            facts["numbers"] = "of tokens, at the temperatures of their draws"
         if split.config.data.over_long == "shrink_images":
             facts["shrunk to"] = str(split.config.training.seq_length)
         return facts
@@ -175,20 +187,21 @@ class Reference:
 
 
 def make_references(recipe: Recipe, ranks: Ranks) -> list[ReferencePass]:
-    """The reference of a recipe's pairs, before any run. Collective.
+    """The reference of a recipe's answers, before any run. Collective.
 
     Raises:
         RecipeError: an objective without a reference model, or one that keeps no numbers.
         VlmpackError: what is wrong with model folder, data or the reference's folder.
     """
-    if not recipe.objective.learns_pairs:
+    objective = recipe.objective
+    if not (objective.has_reference or objective.kept_columns()):
         raise RecipeError(
-            f"objective.name: '{recipe.objective.name}' has no reference model; "
-            "`vlmpack reference` is for objective.name: dpo"
+            f"objective.name: '{objective.name}' has no reference model here; `vlmpack reference` "
+            "is for objective.name: dpo, and for policy with kl_weight or old: recomputed"
         )
-    if not recipe.objective.keeps_reference:
+    if not objective.kept_columns():
         raise RecipeError(
-            f"objective.reference: '{recipe.objective.reference}' keeps no numbers, since each "
+            f"objective.reference: '{objective.reference}' keeps no numbers, since each "
             "step makes its own. `vlmpack reference` is for reference: cached"
         )
     recipe = resolve_date(recipe, ranks)

@@ -1,11 +1,13 @@
-"""The reference model's log-probabilities of a split's pairs, made once and kept.
+"""What a run's first model says of a split's answers, made once and kept.
 
-The engine computes them before training with the objective's function, in eval mode, without
-gradients and random numbers. Existing numbers are kept, so a stopped pass continues.
+Of a pair it is the log-probability of each answer, of a rollout those of its label tokens. The
+engine computes them before training with the objective's function, in eval mode, without gradients
+and random numbers. Existing numbers are kept, so a stopped pass continues.
 
     reference/reference.json   what they were made from: weights, tokenizer, template, ...
-    reference/*.part           rows (number of the pair, chosen, rejected), the digest of what they
-                               were made from, and a checksum over both
+    reference/*.part           rows (number of the pair, chosen, rejected), or for each label token
+                               (number of the rollout, log p); the digest of what they were made
+                               from, and a checksum over both
 
 A folder or part that was made from anything else is refused, with every difference. A damaged part
 is computed again.
@@ -24,18 +26,21 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from vlmpack.activity import ACTIVITY
 from vlmpack.backends.engine import Engine
-from vlmpack.data.pipeline import Float64s, TrainData
+from vlmpack.data.loading.loader import MicroBatch
+from vlmpack.data.pipeline import KeptTable, TrainData
 from vlmpack.distributed import Ranks
 from vlmpack.encode.sample import PAIR_NAMES
 from vlmpack.errors import ReferenceCacheError
@@ -54,12 +59,14 @@ _ELSEWHERE = (
 
 _DIGEST = 16
 _ROW = np.dtype([("number", "<i8"), ("chosen", "<f8"), ("rejected", "<f8")])
+_TOKEN = np.dtype([("number", "<i8"), ("log_p", "<f8")])
 
-Row = tuple[int, float, float]
-"""A pair's number, and the log-probabilities of its chosen and of its rejected answer."""
+Row = tuple[float, ...]
+"""A sample's number, and log-probabilities: of a pair's chosen and rejected answer, or of the label
+tokens of a rollout."""
 
 Rows = np.ndarray[tuple[int], np.dtype[np.void]]
-"""Rows of dtype `_ROW`."""
+"""Of dtype `_ROW` or `_TOKEN`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,36 +75,48 @@ class ReferenceFile:
 
     Args:
         facts: what they are made from, by name.
+        of_tokens: whether samples are rollouts, and not pairs.
     """
 
     folder: Path
     facts: Mapping[str, str]
     num_samples: int
+    of_tokens: bool = False
 
-    def read(self) -> Float64s:
-        """(num_samples, 2) by number, NaN where nothing is known yet.
+    def read(self) -> KeptTable:
+        """The table by number of the sample.
 
         Raises:
             ReferenceCacheError: the folder was made from something else.
         """
-        values = np.full((self.num_samples, 2), np.nan)
+        table: KeptTable = np.full((self.num_samples, 2), np.nan)
+        if self.of_tokens:
+            table = np.empty(self.num_samples, dtype=object)
+            table.fill(np.array([np.nan]))
         for path, rows in self._own_parts():
             if rows is None:
-                logger.warning("%s is damaged; its pairs are computed again", path)
-                continue
-            values[rows["number"], 0] = rows["chosen"]
-            values[rows["number"], 1] = rows["rejected"]
-        return values
+                logger.warning("%s is damaged; its samples are computed again", path)
+            elif self.of_tokens:
+                starts = np.flatnonzero(np.diff(rows["number"], prepend=-1))
+                for part in np.split(rows, starts[1:]):
+                    put_row(table, (int(part["number"][0]), *part["log_p"]))
+            else:
+                table[rows["number"], 0] = rows["chosen"]
+                table[rows["number"], 1] = rows["rejected"]
+        return table
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Add some pairs.
+        """Add some samples.
 
         Raises:
             ReferenceCacheError: the folder cannot be written, or another run began one there.
         """
         if not rows:
             return
-        data = np.array([tuple(row) for row in rows], dtype=_ROW).tobytes() + self._digest
+        flat: Sequence[Row] = rows
+        if self.of_tokens:
+            flat = [(number, value) for number, *values in rows for value in values]
+        data = np.array([tuple(row) for row in flat], dtype=self._dtype).tobytes() + self._digest
         seal = _digest(data)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +125,7 @@ class ReferenceFile:
             else:
                 facts = REFERENCE.mark({"facts": dict(self.facts)})
                 write_atomically(self._record, json.dumps(facts, indent=1) + "\n")
-            name = f"{rows[0][0]:09d}-{seal.hex()[:8]}.part"
+            name = f"{int(rows[0][0]):09d}-{seal.hex()[:8]}.part"
             write_atomically(self.folder / name, data + seal)
         except OSError as error:
             raise ReferenceCacheError(
@@ -128,6 +147,10 @@ class ReferenceFile:
         """
         for _ in self._own_parts():
             pass
+
+    @property
+    def _dtype(self) -> np.dtype[np.void]:
+        return _TOKEN if self.of_tokens else _ROW
 
     @property
     def _record(self) -> Path:
@@ -157,7 +180,7 @@ class ReferenceFile:
                     f"says otherwise. It may be another run's; {_ELSEWHERE}"
                 )
             else:
-                yield path, np.frombuffer(data, dtype=_ROW)
+                yield path, np.frombuffer(data, dtype=self._dtype)
 
     def _refuse_other_record(self) -> None:
         path = self._record
@@ -183,6 +206,19 @@ class ReferenceFile:
             )
 
 
+def unknown(table: KeptTable) -> npt.NDArray[np.bool_]:
+    """(samples,) where nothing is known yet."""
+    if table.ndim == 2:
+        return np.asarray(np.isnan(table).any(axis=1))
+    return np.fromiter((np.isnan(row[0]) for row in table), bool, len(table))
+
+
+def put_row(table: KeptTable, row: Row) -> None:
+    """Put a sample's numbers into a table."""
+    number, *values = row
+    table[int(number)] = np.array(values)
+
+
 def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=_DIGEST).digest()
 
@@ -194,13 +230,28 @@ BATCHES_PER_PART = 64
 
 
 def log_probabilities(engine: Engine, batch: Batch) -> list[float]:
-    """log p of each sequence of a batch of pairs, under the engine's present weights.
+    """log p of each sequence of a batch of pairs, or of each label token of rollouts, under the
+    engine's present weights.
 
     [] on a rank that computes none, or the same ones as another rank of its replica.
     """
-    of_sequences = sequence_values(engine, batch)
-    values: list[float] = [] if of_sequences is None else of_sequences.tolist()
+    found = model_values(engine, batch)
+    values: list[float] = [] if found is None else found.tolist()
     return values
+
+
+def token_values(losses: Tensor, batch: Batch) -> Tensor:
+    """(L,) float64: log p of all label tokens of a row, whatever part of them this rank has.
+
+    Args:
+        losses: as of `sequence_log_probabilities`.
+    """
+    log_p, context = -losses.double(), batch.context
+    if context is None:
+        return log_p
+    assert context.all_sum is not None
+    whole = log_p.new_zeros(batch.num_label_tokens)
+    return context.all_sum(whole.index_copy(0, context.label_places, log_p))
 
 
 def without_adapters(engine: Engine, batches: Sequence[Batch]) -> list[Batch]:
@@ -213,14 +264,17 @@ def without_adapters(engine: Engine, batches: Sequence[Batch]) -> list[Batch]:
     """
     ACTIVITY.enter("reference log-probabilities")
     with engine.adapters_off():
-        return [
-            replace(batch, reference=sequence_values(engine, batch, once=False))
-            for batch in batches
-        ]
+        return [_with_reference(engine, batch) for batch in batches]
 
 
-def sequence_values(engine: Engine, batch: Batch, *, once: bool = True) -> Tensor | None:
-    """(N,) float64 on the engine's device, as `log_probabilities` has it. None for [].
+def _with_reference(engine: Engine, batch: Batch) -> Batch:
+    values = model_values(engine, batch, once=False)
+    return batch if values is None else batch.with_columns(reference=values)
+
+
+def model_values(engine: Engine, batch: Batch, *, once: bool = True) -> Tensor | None:
+    """Float64 on the engine's device: (N,) log p of each sequence, or (L,) that of each label token
+    where samples are rollouts. None for [].
 
     Args:
         once: of the ranks that share a row the first alone has them; all do without.
@@ -231,13 +285,14 @@ def sequence_values(engine: Engine, batch: Batch, *, once: bool = True) -> Tenso
 
 
 def _log_p(losses: Tensor, batch: Batch) -> Mapping[str, Tensor]:
-    return {"loss_sum": losses.sum(), "log_p": sequence_log_probabilities(losses, batch)}
+    of = sequence_log_probabilities if batch.rollouts is None else token_values
+    return {"loss_sum": losses.sum(), "log_p": of(losses, batch)}
 
 
 def make_reference(
     engine: Engine, train: TrainData, ranks: Ranks, file: ReferenceFile
-) -> tuple[Float64s, int]:
-    """The whole table of a split, and how many pairs were computed now. Collective.
+) -> tuple[KeptTable, int]:
+    """The whole table of a split, and how many samples were computed now. Collective.
 
     Args:
         engine: with the reference model's weights.
@@ -249,7 +304,7 @@ def make_reference(
     """
     table = ranks.on_main(file.read)
     fitted = train.fitted
-    missing = fitted.eligible & ~fitted.table.bad & np.isnan(table).any(axis=1)
+    missing = fitted.eligible & ~fitted.table.bad & unknown(table)
     numbers: list[int] = np.flatnonzero(missing).tolist()
     if not numbers:
         return table, 0
@@ -259,8 +314,8 @@ def make_reference(
     def keep() -> int:
         rows = [row for part in ranks.gather_objects(pending) for row in part]
         rows = sorted(set(rows))
-        for number, chosen, rejected in rows:
-            table[number] = chosen, rejected
+        for row in rows:
+            put_row(table, row)
         ranks.on_main(partial(file.write, rows))
         pending.clear()
         return len(rows)
@@ -269,18 +324,29 @@ def make_reference(
     for place, micro in enumerate(batches, start=1):
         values = log_probabilities(engine, micro.batch)
         if values:
-            of_batch = [sample.number for sample in micro.samples]
-            pairs = zip(of_batch, values[0::2], values[1::2], strict=True)
-            pending.extend((number, chosen, rejected) for number, chosen, rejected in pairs)
+            pending.extend(_rows_of(micro, values))
         if place % BATCHES_PER_PART == 0:
             done += keep()
             if ranks.is_main:
-                logger.info("%-14s %d of %d pairs", "reference", done, len(numbers))
+                logger.info("%-14s %d of %d samples", "reference", done, len(numbers))
     done += keep()
     if ranks.is_main:
         seconds = time.perf_counter() - started
-        logger.info("%-14s %d pairs in %.1f s, kept in %s", "reference", done, seconds, file.folder)
+        logger.info("%-14s %d samples in %.1f s, in %s", "reference", done, seconds, file.folder)
     return table, done
+
+
+def _rows_of(micro: MicroBatch, values: Sequence[float]) -> Iterator[Row]:
+    """Of each sample its number and its log-probabilities."""
+    batch = micro.batch
+    if batch.rollouts is None:
+        counts = [2 for _ in micro.samples]
+    else:
+        assert batch.label_sequences is not None
+        counts = torch.bincount(batch.label_sequences, minlength=len(micro.samples)).tolist()
+    left = iter(values)
+    for sample, count in zip(micro.samples, counts, strict=True):
+        yield (sample.number, *islice(left, count))
 
 
 FLOORS = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 1e-2}

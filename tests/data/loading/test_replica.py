@@ -424,8 +424,8 @@ def test_what_stands_beside_a_row_is_voted_on(tmp_path: Path) -> None:
 
     def read(ranks: PlayedRanks, *, reference: float = 0.0, source: int = 0) -> Any:
         data = open_pairs()
-        data.reference = referenced(data)
-        data.reference[:, 1] += reference * ranks.rank
+        data.kept["reference"] = referenced(data)
+        data.kept["reference"][:, 1] += reference * ranks.rank
         data._sources = [source * ranks.rank]
         return steps_of(data, ranks)
 
@@ -444,8 +444,8 @@ def test_a_pair_that_one_reference_lacks_ends_all(tmp_path: Path) -> None:
 
     def read(ranks: PlayedRanks) -> Any:
         data = open_pairs()
-        data.reference = referenced(data)
-        data.reference[2:] += math.nan if ranks.rank == 1 else 0.0
+        data.kept["reference"] = referenced(data)
+        data.kept["reference"][2:] += math.nan if ranks.rank == 1 else 0.0
         return steps_of(data, ranks)
 
     found = in_threads(replica(2), read)

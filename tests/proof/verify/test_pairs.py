@@ -179,14 +179,14 @@ def test_a_mean_of_the_means_of_rows_is_found(subject, monkeypatch):
 
 @pytest.mark.slow
 def test_a_reference_off_by_a_pair_is_found(subject, monkeypatch):
-    own = pairs.with_reference
+    own = pairs.with_kept
 
-    def rolled(micro, table, places):
-        found = own(micro, table, places)
+    def rolled(*given):
+        found = own(*given)
         moved = found.batch.reference.roll(2)
         return replace(found, batch=replace(found.batch, reference=moved))
 
-    monkeypatch.setattr(pairs, "with_reference", rolled)
+    monkeypatch.setattr(pairs, "with_kept", rolled)
     found = failed(subject.checks())
     assert found >= {"reference of each answer", "preference loss", "gradients: language model"}
     assert "log p of each answer" not in found

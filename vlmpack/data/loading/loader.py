@@ -100,7 +100,7 @@ class MicroBatch:
     def with_columns(self, **columns: Tensor) -> MicroBatch:
         """The same with more CPU columns in its batch, by field name. The digest covers them."""
         digest = self.digest and digest_of(tuple(columns.items()), seed=self.digest)
-        return replace(self, batch=replace(self.batch, **cast(Any, columns)), digest=digest)
+        return replace(self, batch=self.batch.with_columns(**columns), digest=digest)
 
     def pin_memory(self) -> MicroBatch:
         """The same in page-locked memory; the hook that torch's DataLoader looks for."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vlmpack.backends.engine import ForwardStep
 from vlmpack.data.loading.loader import MicroBatch, TrainedSample
-from vlmpack.data.pipeline import with_reference
+from vlmpack.data.pipeline import with_kept
 from vlmpack.packing import IGNORE_INDEX, Batch, EncodedSample
 from vlmpack.proof.measure import LOSS_BOUND, Check, bounded, worst
 from vlmpack.proof.verify.compare import Compared, where_worst
@@ -119,7 +119,7 @@ def with_references(
             read_seconds=0.0,
             encode_seconds=0.0,
         )
-        batch = with_reference(micro, table, lambda numbers: numbers).batch
+        batch = with_kept(micro, "reference", table, lambda numbers: numbers).batch
         done.append(replace(row, batch=batch))
     return done, references
 
