@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vlmpack.api import FinetuneResult as FinetuneResult
     from vlmpack.api import finetune as finetune
     from vlmpack.api import replay as replay
+    from vlmpack.api import sample as sample
     from vlmpack.encode import Encoder as Encoder
     from vlmpack.errors import ExtensionError as ExtensionError
     from vlmpack.errors import VlmpackError as VlmpackError
@@ -24,19 +25,21 @@ if TYPE_CHECKING:
     from vlmpack.proof.judge import judge as judge
     from vlmpack.recipe import Recipe as Recipe
     from vlmpack.recipe import load_recipe as load_recipe
+    from vlmpack.run.sample import Drawing as Drawing
     from vlmpack.training.callbacks import STOP as STOP
     from vlmpack.training.callbacks import Callback as Callback
     from vlmpack.training.callbacks import Event as Event
     from vlmpack.training.objective import Objective as Objective
 
 _NAMES = {
-    "vlmpack.api": ("FinetuneResult", "finetune", "replay"),
+    "vlmpack.api": ("FinetuneResult", "finetune", "replay", "sample"),
     "vlmpack.encode": ("Encoder",),
     "vlmpack.errors": ("ExtensionError", "VlmpackError"),
     "vlmpack.own_loop": ("encode_sample", "packed_model", "vlm_step"),
     "vlmpack.packing": ("pack_batch_sequences", "pack_padded_batch"),
     "vlmpack.proof.judge": ("judge",),
     "vlmpack.recipe": ("Recipe", "load_recipe"),
+    "vlmpack.run.sample": ("Drawing",),
     "vlmpack.training.callbacks": ("STOP", "Callback", "Event"),
     "vlmpack.training.objective": ("Objective",),
 }

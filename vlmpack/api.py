@@ -24,6 +24,7 @@ from vlmpack.words import raised
 if TYPE_CHECKING:
     from vlmpack.build.extensions import Extensions
     from vlmpack.run.replay import Replay
+    from vlmpack.run.sample import Drawing, SampleResult
     from vlmpack.training.objective import Objective, TokenSums
     from vlmpack.training.run_dir import RunDir
 
@@ -166,6 +167,47 @@ def replay(
     recipe = recipe_of(path, {name.replace("__", "."): v for name, v in overrides.items()})
     recipe, extensions = extensions_of(recipe, sources=sources, objective=objective)
     return replayed(path, recipe, extensions, at_checkpoint=at_checkpoint)
+
+
+def sample(
+    recipe: Recipe | Mapping[str, Any] | str | Path,
+    out: str | Path,
+    *,
+    rewards: Mapping[str, Callable[..., Any]] | Sequence[str],
+    drawing: Drawing | None = None,
+    sources: Mapping[str, Any] | None = None,
+    on_prompts: Callable[[int], None] = lambda count: None,
+    **overrides: Any,
+) -> SampleResult:
+    """Draw answers to a recipe's prompts, and keep them with what they earn; what `vlmpack sample`
+    does. The same call goes on where it was stopped.
+
+    Args:
+        out: folder of the answers.
+        rewards: name -> a function from a prediction (attributes question, truth, answer, task,
+            shapes) to a number, or None where it has nothing to count; or names of metrics. A
+            record's reward is the sum.
+        drawing: what is drawn and how, a `vlmpack.Drawing`; None for its defaults.
+        sources: as of `finetune`.
+        on_prompts: told how many more prompts are done.
+        overrides: fields of the recipe to change, `__` for the dot.
+
+    Raises:
+        VlmpackError: bad arguments, recipe, model or data; a folder of another sampling.
+        ExtensionError: a reward raised, or returned no finite number.
+    """
+    from vlmpack.build.extensions import extensions_of
+    from vlmpack.evaluation.rollouts import rewards_of
+    from vlmpack.run.sample import Drawing, SampleOrder, sample_recipe
+
+    order = SampleOrder(
+        drawing=drawing or Drawing(),
+        out=Path(out),
+        rewards=rewards_of(rewards),
+        on_prompts=on_prompts,
+    )
+    resolved, extensions = extensions_of(resolve(recipe, overrides), sources=sources)
+    return sample_recipe(resolved, order, extensions=extensions)
 
 
 def resolve(

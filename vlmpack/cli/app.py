@@ -46,6 +46,7 @@ from vlmpack.cli.pack import pack, reference
 from vlmpack.cli.plan import plan
 from vlmpack.cli.recipe import app as recipe_app
 from vlmpack.cli.replay import replay
+from vlmpack.cli.sample import sample
 from vlmpack.cli.verify import verify
 from vlmpack.collector import collector_paused
 from vlmpack.errors import Preempted, VlmpackError, naming_full_table
@@ -142,6 +143,7 @@ app.command(epilog=example("vlmpack plan recipe.yaml --world-size 8"))(plan)
 app.command(epilog=example("vlmpack reference recipe.yaml"))(reference)
 app.command(epilog=example("vlmpack verify recipe.yaml --tiny"))(verify)
 app.command(epilog=example("vlmpack replay runs/mine/dumps/step-00000012.json"))(replay)
+app.command(epilog=example("vlmpack sample recipe.yaml --reward exact -o rollouts"))(sample)
 app.command(epilog=example("vlmpack families path/to/model"))(families)
 app.command(epilog=example("vlmpack compare runs/before runs/after"))(compare)
 app.command(epilog=example("vlmpack doctor --json"))(doctor)

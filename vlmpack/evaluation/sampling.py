@@ -53,7 +53,7 @@ class Sampling:
         ranges = {
             "temperature": (0 < self.temperature < math.inf, "above 0, where answers are drawn"),
             "top_p": (0 < self.top_p <= 1, "above 0, up to 1"),
-            "top_k": (self.top_k >= 0, "0 for all tokens, or more"),
+            "top_k": (self.top_k == 0 or self.top_k > 1, "0 for all tokens, or at least 2"),
             "min_p": (0 <= self.min_p < 1, "from 0, below 1"),
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
         }
