@@ -168,7 +168,7 @@ def test_what_weights_count_is_identity_where_it_is_not_the_default(minimal):
         ("data.learn=last_turn", "'all_turns'", "'last_turn'"),
         ("data.learn=each_answer", "'all_turns'", "'each_answer'"),
         ("data.weights=tokens", "'samples'", "'tokens'"),
-        ("data.group_by=image", "'none'", "'image'"),
+        ("data.boxes_in_text=refuse", "'keep'", "'refuse'"),
         ("trainable.vision=frozen", "'full'", "'frozen'"),
     ],
 )

@@ -86,10 +86,12 @@ def key_of(number: int) -> str:
     return f"{number:05d}"
 
 
-def write_shard(path: Path, samples: Iterable[tuple[str, Fields]]) -> Path:
-    """A shard as webdataset writes it."""
+def write_shard(
+    path: Path, samples: Iterable[tuple[str, Fields]], mtime: float | None = None
+) -> Path:
+    """A shard as webdataset writes it; its members are of now unless a time is given."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with wds.TarWriter(str(path)) as writer:
+    with wds.TarWriter(str(path), mtime=mtime) as writer:
         for key, fields in samples:
             writer.write({"__key__": key, **fields})
     return path

@@ -105,6 +105,7 @@ def data_spec(
             key=key,
             training=training,
             mode=mode,
+            objective=recipe.objective,
             new_era=recipe.checkpoint.on_data_change != "refuse",
             workers=WorkerSettings(
                 watch_seconds=recipe.logging.watch_seconds, preload=WORKER_PRELOAD
@@ -196,6 +197,7 @@ def encoder_settings(recipe: Recipe) -> EncoderSettings:
         coordinates=recipe.data.coordinates,
         boxes_in_text=recipe.data.boxes_in_text,
         pairs=recipe.objective.learns_pairs,
+        rollouts=recipe.objective.learns_rollouts,
         share_prefix=recipe.packing.share_prefix,
     )
 
@@ -315,11 +317,12 @@ def open_split(
 
 
 def _of_conversations(encoder: Encoder) -> Encoder:
-    """The encoder for samples that are whole conversations, not pairs."""
-    if not (encoder.settings.pairs or encoder.each_answer):
+    """The encoder for samples that are whole conversations, neither pairs nor rollouts."""
+    settings = encoder.settings
+    if not (settings.pairs or settings.rollouts or encoder.each_answer):
         return encoder
-    learn = "all_turns" if encoder.each_answer else encoder.settings.learn
-    return encoder.replace(pairs=False, learn=learn, share_prefix=False)
+    learn = "all_turns" if encoder.each_answer else settings.learn
+    return encoder.replace(pairs=False, rollouts=False, learn=learn, share_prefix=False)
 
 
 def _say_forms(config: DataConfig, survey: Survey) -> None:

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vlmpack.data.index.table import Int64s, SampleLimits
+from vlmpack.data.index.table import GroupBy, Int64s, SampleLimits
 from vlmpack.data.loading.loader import WorkerSettings
 from vlmpack.data.modes import PackingMode, Uncut
 from vlmpack.data.plan.packers import AlignedSizes, PlannedSamples, Sizes
 from vlmpack.data.plan.rank_bins import RowCost, token_cost
 from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.recipe.data import DataSection
+from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.recipe.schema import TrainingSection
 from vlmpack.recipe.sources import Share, Source
 
@@ -31,6 +32,8 @@ class DataConfig:
     """The recipe's section; of an evaluation split, with the batch sizes of evaluation."""
     mode: PackingMode
     """How samples come to share rows."""
+    objective: ObjectiveSection = field(default_factory=ObjectiveSection)
+    """The recipe's section, which decides how rollouts are read."""
     row_cost: RowCost = token_cost
     """What a bin costs on the model at hand."""
     new_era: bool = False
@@ -83,9 +86,11 @@ class DataConfig:
         return self.data.weights if self.key == "data.train" else "samples"
 
     @property
-    def groups_images(self) -> bool:
-        """Whether samples of one image stand together in the order."""
-        return self.key == "data.train" and self.data.group_by == "image"
+    def group_by(self) -> GroupBy:
+        """What stands together in the order."""
+        if self.key != "data.train":
+            return "none"
+        return self.data.group_by or ("group" if self.objective.learns_rollouts else "none")
 
     @property
     def keeps_turns(self) -> bool:

@@ -27,6 +27,7 @@ import torch
 
 from vlmpack.data.config import DataConfig
 from vlmpack.data.index.parts import Progress
+from vlmpack.data.index.rollouts import Outcomes
 from vlmpack.data.index.table import Fitted, Int64s, SampleRef
 from vlmpack.data.loading.ledger import Ledger
 from vlmpack.data.loading.loader import BinDataset, BinRequest, GlobalStep, MicroBatch, step_of
@@ -60,7 +61,8 @@ Float64s = npt.NDArray[np.float64]
 
 KeptTable = npt.NDArray[Any]
 """What a model said of each sample. (samples, 2) float64 for pairs, NaN where nothing is known;
-else (samples,) objects, each (l,) float64 of the sample's label tokens, [NaN] for nothing."""
+else (samples,) objects, each (l,) float64 of the sample's label tokens, [NaN] for nothing. What
+answers earned is (samples, 1) float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,13 @@ class TrainData:
 
     def __post_init__(self) -> None:
         self.kept: dict[str, KeptTable] = {}
+        self.outcomes: Outcomes | None = None
+        if self.dataset.encoder.settings.rollouts:
+            columns = self.fitted.table.rollouts
+            assert columns is not None  # of every table that such an encoder has measured
+            self.outcomes = Outcomes.of(columns, self.config.objective.advantage_scale)
+            self.kept["advantages"] = self.outcomes.advantages[:, None]
+            self.kept["rewards"] = self.outcomes.rewards[:, None]
         self._sources = self.config.data.places_of(self.config.sources)
 
     @classmethod

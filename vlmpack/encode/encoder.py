@@ -17,6 +17,7 @@ from vlmpack.activity import ACTIVITY
 from vlmpack.encode.assemble import Tokens, assemble, tokens_of
 from vlmpack.encode.chat import ChatEncoder
 from vlmpack.encode.coordinates import WritesObjects, no_rule
+from vlmpack.encode.drawn import DrawnTokens, drawn_answer, rollout_in
 from vlmpack.encode.fingerprint import EncoderFacts, image_sizes
 from vlmpack.encode.images import (
     Rules,
@@ -374,11 +375,13 @@ class Encoder(WritesObjects):
         media = images.media(self._rules(sample.shown), layouts) if layouts else None
         sequences = [assemble(self.family, sample.key, each, layouts, media) for each in tokens]
         whole = join_pair(*sequences) if sample.answers else sequences[0]
+        if self.settings.rollouts:
+            whole = replace(whole, drawn=drawn_answer(rollout_in(sample)))
         if not self.settings.share_prefix:
             return whole
         digests = [image_digest(data) for data in sample.images]
         every = with_probe(sample, tokens, partial(self._tokens, layouts=layouts))
-        prefixes = prefixes_of(every, layouts, digests, images.sizes, sample.is_continued)
+        prefixes = prefixes_of(every, layouts, digests, images.sizes, self._goes_on(sample))
         return replace(whole, prefixes=prefixes)
 
     def prefixes(
@@ -393,7 +396,7 @@ class Encoder(WritesObjects):
         layouts = self.layouts(sizes, sample.image_names, sample.shown)
         encode = partial(self._tokens, layouts=layouts)
         every = with_probe(sample, encode(sample), encode)
-        return prefixes_of(every, layouts, digests, sizes, sample.is_continued)
+        return prefixes_of(every, layouts, digests, sizes, self._goes_on(sample))
 
     def pixels(
         self,
@@ -416,6 +419,15 @@ class Encoder(WritesObjects):
         images = self._images(files, (), sizes, owners, shown=shown)
         layouts = self.layouts(images.sizes, shown=shown)
         return images.media(self._rules(shown), layouts) if layouts else None
+
+    @cached_property
+    def drawn_tokens(self) -> DrawnTokens:
+        """What checks and reads answers that a policy has drawn."""
+        return DrawnTokens(self.folder, self.chat, **self.placeholders)
+
+    def _goes_on(self, sample: VLMSample) -> bool:
+        """Whether other samples may continue after the question of this one's first answer."""
+        return sample.is_continued or self.settings.rollouts
 
     def chat_for(self, *, objects: bool) -> ChatEncoder:
         """The chat of samples with objects, which may spell the special tokens of their form, or
@@ -447,6 +459,9 @@ class Encoder(WritesObjects):
 
     def _tokens(self, sample: VLMSample, layouts: Sequence[ImageLayout]) -> list[Tokens]:
         """The tokens of each of a sample's sequences, the chosen answer's of a pair first."""
+        if self.settings.rollouts:
+            chat = self.chat_for(objects=sample.objects is not None)
+            return [self.drawn_tokens.of(sample, layouts, chat)]
         tokens = []
         for messages, name in zip(sample.conversations, PAIR_NAMES, strict=False):
             try:

@@ -49,6 +49,8 @@ class EncoderFacts:
             digest.update(self.settings.learn.encode())
         if self.settings.pairs:
             digest.update(b"pairs")
+        if self.settings.rollouts:
+            digest.update(b"rollouts")
         if self.settings.chat_template_kwargs:
             digest.update(
                 f"chat_template_kwargs {as_text(self.settings.chat_template_kwargs)}".encode()
@@ -97,6 +99,8 @@ class EncoderFacts:
             parts["learn"] = self.settings.learn
         if self.settings.pairs:
             parts["samples"] = "pairs"
+        if self.settings.rollouts:
+            parts["samples"] = "rollouts"
         if self.settings.chat_template_kwargs:
             parts["chat_template_kwargs"] = as_text(self.settings.chat_template_kwargs)
         if self.settings.special_tokens:

@@ -109,6 +109,8 @@ class EncoderSettings:
             sample.
         pairs: whether samples are pairs of answers to one prompt. Other samples are then refused,
             and without it pairs are.
+        rollouts: whether samples are answers that a policy has drawn. Other samples are then
+            refused.
         share_prefix: whether samples say which prefixes they may share (`EncodedSample.prefixes`).
         max_image_pixels: images with more pixels are refused before they are decoded.
         budget: bounds on what an image costs, in place of the processor's own.
@@ -121,6 +123,7 @@ class EncoderSettings:
     loss_on: LossOn = "assistant"
     learn: Learn = "all_turns"
     pairs: bool = False
+    rollouts: bool = False
     share_prefix: bool = False
     max_image_pixels: int = MAX_IMAGE_PIXELS
     budget: ImagesSection = field(default_factory=ImagesSection)

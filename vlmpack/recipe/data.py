@@ -315,8 +315,8 @@ class DataSection(Section):
     shuffle: Literal["auto", "global", "window"] = "auto"
     """`global` shuffles all samples. `window` takes a shuffle window of the stream at a time, and
     needs no index beforehand. `auto` is `window` if a shard is remote, or if more than 32 GiB of
-    local shards are not indexed yet. Else it is `global`. The choice is made once, at the run's
-    first launch."""
+    local shards are not indexed yet. Else it is `global`, as it always is with rollouts. The choice
+    is made once, at the run's first launch."""
 
     over_long: Literal["error", "drop", "shrink_images"] = "error"
     """What to do with a sample longer than `training.seq_length`. `error` stops, `drop` leaves it
@@ -340,12 +340,11 @@ class DataSection(Section):
     max_image_pixels: Count = MAX_IMAGE_PIXELS
     """Images with more pixels (width x height) are decode errors, before they are decoded."""
 
-    group_by: Annotated[
-        Literal["none", "image"], BeforeValidator(lambda given: "none" if given is None else given)
-    ] = "none"
+    group_by: Literal["none", "image", "group"] | None = None
     """What stands together in the order of an epoch. `image` keeps records of one source together
-    that show the same images, byte for byte. Where `shuffle` is `window`, it does so within a
-    shuffle window. Null means `none`."""
+    that show the same images, byte for byte. `group` does so with the answers of one group of
+    rollouts. Where `shuffle` is `window`, they do so within a shuffle window. If null, `group`
+    where the objective learns from rollouts, else `none`."""
 
     learn: Literal["all_turns", "last_turn", "each_answer"] = "all_turns"
     """Which of the assistant's turns are learnt, except those that the data exclude. `all_turns`

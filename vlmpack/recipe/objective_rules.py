@@ -70,6 +70,27 @@ def pairs_are_counted(objective: ObjectiveSection, packing: PackingSection) -> l
     return problems
 
 
+def rollouts_keep_their_images(objective: ObjectiveSection, data: DataSection) -> list[Problem]:
+    """A policy is trained on what its sampler saw."""
+    if not objective.learns_rollouts or data.over_long != "shrink_images":
+        return []
+    message = (
+        f"shrink_images, but objective.name '{objective.name}' trains on answers to the images "
+        "that their sampler saw. Use drop or error, and bound images by images.* in both"
+    )
+    return [Problem(("data", "over_long"), message)]
+
+
+def groups_are_of_rollouts(objective: ObjectiveSection, data: DataSection) -> list[Problem]:
+    """Other samples have no group."""
+    if data.group_by != "group" or objective.learns_rollouts:
+        return []
+    message = (
+        f"group, but objective.name '{objective.name}' learns from no rollouts; use image or none"
+    )
+    return [Problem(("data", "group_by"), message)]
+
+
 def pairs_have_one_answer_each(objective: ObjectiveSection, data: DataSection) -> list[Problem]:
     """A pair is one sample, whose prompt is not learnt, and so is a rollout."""
     if data.learn != "each_answer" or not (objective.learns_pairs or objective.learns_rollouts):

@@ -41,7 +41,9 @@ class Splits(NamedTuple):
         """data-summary.json: what the report draws, from lengths alone."""
         paths = _paths_by_split((self.train, self.validation, self.test))
         also_in = _test_also_in(paths)
-        return data_summary(self.train, state, self.summary) | {"test_also_in": also_in}
+        figures = data_summary(self.train, state, self.summary) | {"test_also_in": also_in}
+        outcomes = self.train.outcomes
+        return figures if outcomes is None else figures | {"rollouts": outcomes.counts}
 
 
 def open_splits(data: DataSpec, run_dir: RunDir, *, answers: bool) -> Splits:
@@ -55,6 +57,8 @@ def open_splits(data: DataSpec, run_dir: RunDir, *, answers: bool) -> Splits:
     summary = train.summary()
     unit = "pairs" if data.encoder.settings.pairs else "samples"
     log_data(train.config, summary, unit)
+    if train.outcomes is not None:
+        logger.info("%-14s %s", "rollouts", train.outcomes.words)
     if validation is not None and validation.config.share is not None:
         logger.info(
             "%-14s %s", "validation", share_words(validation.config, validation.fitted, unit)

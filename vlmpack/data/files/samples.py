@@ -29,6 +29,7 @@ from vlmpack.data.shards.samples import REINDEX, RawSample
 from vlmpack.data.shards.tar import TarMember
 from vlmpack.data.shards.turns import Conversation
 from vlmpack.encode.decode import suffix_of
+from vlmpack.encode.rollouts import Rollout
 from vlmpack.encode.sample import NO_INPUTS, shown_by
 from vlmpack.errors import DataError, integrity_error, or_error, or_raise
 from vlmpack.storage.fetch import Fetcher, ShardStamp, at_once, most_open_files
@@ -248,7 +249,8 @@ def raw_sample(
     except DataError as fault:
         if fault.error_class == "transport":
             raise
-        return _raw(place, stamp, fault=fault.reason, error_class=fault.error_class)
+        bad = {"fault": fault.reason, "error_class": fault.error_class}
+        return _raw(place, stamp, **bad, rollout=_rollout_in(record, form))
     crc32, members = 0, sample.members
     for data in members.values():
         crc32 = zlib.crc32(data, crc32)
@@ -267,6 +269,13 @@ def raw_sample(
         image_stamps=tuple(image.stamp for image in sample.images if image.stamp is not None),
         unknown_keys=(*sample.turns.unknown_keys, *form.unused(record.unused)),
     )
+
+
+def _rollout_in(record: Record, form: RecordForm) -> Rollout | None:
+    try:
+        return None if record.value is None else read_turns(record.value, form).rollout
+    except DataError:
+        return None
 
 
 def _said(value: Mapping[str, Any], sample: RecordSample) -> Conversation[str] | None:

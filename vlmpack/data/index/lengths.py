@@ -29,6 +29,7 @@ from vlmpack.data.index.parts import (
     part_for,
     part_writer,
 )
+from vlmpack.data.index.rollouts import ROLLOUT_COLUMNS, rollout_row
 from vlmpack.data.index.shard_index import (
     IndexBuilder,
     IndexRow,
@@ -43,6 +44,7 @@ from vlmpack.data.shards.samples import RawSample, cook_text
 from vlmpack.data.shards.turns import record_key
 from vlmpack.encode import Encoder
 from vlmpack.encode.decode import oriented_size
+from vlmpack.encode.rollouts import Rollout
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError, integrity_error, or_raise
 from vlmpack.model_folder.load import made_with
@@ -210,17 +212,32 @@ class LengthsBuilder:
             columns = columns.append(pa.field(CHOSEN, pa.int32()))
         if self.encoder.settings.share_prefix:
             columns = columns.append(pa.field("prefixes", PREFIXES))
+        if self.encoder.settings.rollouts:
+            fields = [pa.field(name, pa.int64()) for name in ROLLOUT_COLUMNS]
+            columns = pa.schema([*columns, *fields])
+            rows = [row | self._rollout(row["rollout"]) for row in rows]
         facts = {}
         if any(row["has_objects"] for row in rows):
             facts[OBJECTS] = self.encoder.objects_said.encode()
         return pa.Table.from_pylist(list(rows), schema=columns).replace_schema_metadata(facts)
 
+    def _rollout(self, rollout: Rollout | None) -> dict[str, int]:
+        if rollout is None or not rollout.token_ids:
+            return rollout_row(rollout)
+        otherwise = self.encoder.drawn_tokens.is_written_otherwise(rollout)
+        return rollout_row(rollout, otherwise=otherwise)
+
     def _rows(self, stamp: ShardStamp, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         lengths: list[dict[str, Any]] = []
+        drawn: dict[Any, Rollout | None] = {}
+        if self.encoder.settings.rollouts and any(row["reason"] for row in rows):
+            # The index keeps no text of bad samples, and their rewards count.
+            drawn = {(each.key, each.offset): each.rollout for each in self.index.scan(stamp)}
         documents = read_documents(self.index, stamp, [r for r in rows if r["reason"] is None])
         for row in rows:
             if row["reason"] is not None:
-                lengths.append(_bad_row(row["error_class"], row["reason"]))
+                bad = _bad_row(row["error_class"], row["reason"])
+                lengths.append(bad | {"rollout": drawn.get((row["key"], row["offset"]))})
             else:
                 lengths.append(self._row(stamp, row, next(documents)))
         return lengths
@@ -237,16 +254,17 @@ class LengthsBuilder:
 
     def measure(self, text: SampleText) -> dict[str, Any]:
         """One row: the sample's length, or why it has none."""
-        has_objects = text.sample.objects is not None
+        rollout = text.sample.rollout
+        said = {"has_objects": text.sample.objects is not None, "rollout": rollout}
         try:
             length = self.encoder.length(text.sample, text.sizes)
             prefixes = prefixes_of_text(self.encoder, text, text.sizes)
         except DataError as error:
-            return _bad_row(error.error_class, error.reason) | {"has_objects": has_objects}
+            return _bad_row(error.error_class, error.reason) | said
         counts = {name: getattr(length, name) for name in (*COUNTS, CHOSEN)}
         listed = [{"length": length, "digest": digest} for length, digest in prefixes]
         row = {"prefixes": listed, "error_class": None, "reason": None}
-        return counts | row | {"has_objects": has_objects}
+        return counts | row | said
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +295,7 @@ class ShardBuilder(IndexBuilder):
         lengths = [
             length
             if row.reason is None and length is not None
-            else _bad_row(str(row.error_class), str(row.reason))
+            else _bad_row(str(row.error_class), str(row.reason)) | {"rollout": row.rollout}
             for row, length in zip(rows, measured, strict=True)
         ]
         return to_table(rows), unknown_keys_of(rows), self.lengths.as_table(lengths)
@@ -333,4 +351,5 @@ def objects_said(rows: PartRows) -> str:
 def _bad_row(error_class: str, reason: str) -> dict[str, Any]:
     zeros: dict[str, Any] = dict.fromkeys((*COUNTS, CHOSEN), 0)
     row = {"prefixes": [], "error_class": error_class, "reason": reason, "has_objects": False}
+    row["rollout"] = None
     return zeros | row

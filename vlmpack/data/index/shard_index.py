@@ -41,6 +41,7 @@ from vlmpack.data.index.shard_pool import Item, Report, each_shard
 from vlmpack.data.shards.images import ImageFacts, image_digest, image_facts
 from vlmpack.data.shards.naming import JSON_FIELD, SampleCaps, count_keys
 from vlmpack.data.shards.samples import CookedText, RawSample, cook_texts
+from vlmpack.encode.rollouts import Rollout
 from vlmpack.encode.sample import VLMSample
 from vlmpack.errors import DataError, integrity_error
 from vlmpack.storage.fetch import Fetcher, ShardStamp
@@ -112,6 +113,8 @@ class IndexRow:
     """Keys of the record that are not read; counted over the shard, no column."""
     row: int | None = None
     image_stamps: tuple[ShardStamp, ...] = ()
+    rollout: Rollout | None = None
+    """What a sampler said of its answer, of a bad record too; no column."""
 
 
 NoteRow = Callable[[IndexRow, VLMSample | None], None]
@@ -281,9 +284,11 @@ def index_rows(
         row.image_digests = tuple(map(image_digest, images))
         row.opening = opening_digest(texts[0].sample, row.image_digests)
         row.pair = bool(texts[0].sample.answers)
+        row.rollout = texts[0].sample.rollout
         rows = [(_row_of(row, text, n), text.sample) for n, text in enumerate(texts)]
     except DataError as error:
         row.error_class, row.reason = error.error_class, error.reason
+        row.rollout = raw.drawn()
         rows = [(row, None)]
     if note is not None:
         for each, sample in rows:

@@ -27,12 +27,14 @@ from vlmpack.data.index.columns_file import Column, ColumnsFile, Numbers, Texts,
 from vlmpack.data.index.groups import SamplePrefixes, group_numbers
 from vlmpack.data.index.held_out import OPENING
 from vlmpack.data.index.lengths import CHOSEN, COUNTS, SampleText, prefixes_of_text
+from vlmpack.data.index.rollouts import ROLLOUT_COLUMNS, RolloutColumns
 from vlmpack.data.index.table_file import DEFAULTS, DIGESTS, LARGE, PREFIXES, STAMPS
 from vlmpack.data.protocols import ImageSize
 from vlmpack.encode import Encoder, SampleLength
 from vlmpack.errors import DataError
 from vlmpack.storage.fetch import ShardStamp
 
+GroupBy = Literal["none", "image", "group"]
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
@@ -125,6 +127,7 @@ class SampleTable:
         openings: (N,) int64, what each record asks (`held_out`); None where unused.
         contents: (S,) a digest of what each shard holds.
         lengths_digest: of the lengths of all samples.
+        rollouts: what samplers said; None where samples are no rollouts.
     """
 
     shards: tuple[ShardStamp, ...]
@@ -152,6 +155,7 @@ class SampleTable:
     openings: Numbers | None = None
     contents: Sequence[str] = ()
     lengths_digest: str = ""
+    rollouts: RolloutColumns | None = None
 
     @property
     def num_samples(self) -> int:
@@ -178,18 +182,21 @@ class SampleTable:
             tokens = (-(-parts // alignment) * alignment).sum(axis=1)
         return tokens, patches
 
-    def groups(self, numbers: Int64s, *, by_image: bool) -> Int64s | None:
-        """(n,) the group of each sample: branches of a record and, with `by_image`, samples with
-        the same images. Groups are named after their first sample. None where all are alone."""
-        records = numbers
+    def groups(self, numbers: Int64s, by: GroupBy) -> Int64s | None:
+        """(n,) the group of each sample: branches of a record, and samples with equal `digests`.
+        Groups are named after their first sample. None where all are alone."""
+        records, digests = numbers, self.digests(by)
         if self.branches is not None:
             records = numbers - np.maximum(self.branches[numbers], 0)
-        elif not by_image:
+        elif digests is None:
             return None
-        if not by_image:
-            return records
-        assert self.images_digests is not None
-        return group_numbers(records, self.images_digests[numbers])
+        return records if digests is None else group_numbers(records, digests[numbers])
+
+    def digests(self, by: GroupBy) -> Numbers | None:
+        """(N,) int64, equal for samples that stand together; 0 for one that is alone."""
+        if by == "group":
+            return None if self.rollouts is None else self.rollouts.groups
+        return self.images_digests if by == "image" else None
 
     def sources(self, numbers: Int64s) -> Int64s:
         """(n,) the place of each sample's source."""
@@ -270,6 +277,9 @@ def table_of(file: ColumnsFile, sources: Sequence[Sequence[ShardStamp]]) -> Samp
         openings=file.column(OPENING, DEFAULTS[OPENING]),  # read where a share is held out
         contents=file.facts["contents"],
         lengths_digest=file.facts["lengths"],
+        rollouts=RolloutColumns(*map(column, ROLLOUT_COLUMNS))
+        if file.has(ROLLOUT_COLUMNS[0])
+        else None,
     )
 
 

@@ -34,6 +34,7 @@ from vlmpack.data.index.parts import (
     part_for,
     unwritable,
 )
+from vlmpack.data.index.rollouts import ROLLOUT_COLUMNS
 from vlmpack.data.index.shard_index import ShardIndex, load_index
 from vlmpack.data.shards.naming import count_keys
 from vlmpack.errors import DataError, transport_error
@@ -54,7 +55,7 @@ DIGESTS, STAMPS, PREFIXES = "image_digests", "image_stamps", ("prefix_length", "
 DEFAULTS = {"branch": -1, "row": 0, OPENING: NEVER}
 """The values of columns that a part may lack, or have nulls in."""
 
-_NUMBERS = ("offset", "length", "crc32", *COUNTS, CHOSEN, *DEFAULTS)
+_NUMBERS = ("offset", "length", "crc32", *COUNTS, CHOSEN, *DEFAULTS, *ROLLOUT_COLUMNS)
 _OF_INDEX = {"key", "offset", "length", "crc32", *DEFAULTS, DIGESTS, STAMPS}
 
 Pair = tuple[ShardIndex, PartRows]

@@ -277,6 +277,15 @@ def index_identity(identity: Identity, key: str) -> dict[str, IdentityValue]:
     }
 
 
+def refuse_rollouts(encoder: Encoder, kind: Kind) -> None:
+    """Raise PacksError for packs that hold tokens and not what samplers said of them."""
+    if encoder.settings.rollouts and kind != "plan":
+        raise PacksError(
+            f"packs of kind {kind!r} hold tokens without the log-probabilities of rollouts; use "
+            "`vlmpack pack --kind plan`, or packing.mode: online"
+        )
+
+
 def check_packs(manifest: Manifest, folder: Path, config: DataConfig, encoder: Encoder) -> None:
     """Refuses packs that were made for another model folder, length or budget.
 
@@ -383,8 +392,7 @@ def _source_settings(manifest: Manifest, config: DataConfig) -> Iterator[Setting
     yield "data.epoch_size", manifest.data["data.epoch_size"], config.epoch_size
     name = share_name(config.key)
     yield "data.validation", manifest.data.get(name), config.share
-    group_by = "image" if config.groups_images else "none"
-    yield "data.group_by", manifest.data.get("data.group_by", "none"), group_by
+    yield "data.group_by", manifest.data.get("data.group_by", "none"), config.group_by
     yield f"sources of {config.key}", len(manifest.sources), len(config.sources)
     yield "data.weights", manifest.weights, config.weights
     if len(manifest.sources) == len(config.sources):

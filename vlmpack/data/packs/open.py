@@ -34,6 +34,7 @@ from vlmpack.data.packs.manifest import (
     load_samples,
     note_makers,
     read_manifest,
+    refuse_rollouts,
 )
 from vlmpack.data.packs.spans import SavedSample, read_pack, tar_name
 from vlmpack.data.packs.write import HOLES
@@ -190,6 +191,7 @@ def open_packed(
     folder = _folder(config)
     manifest = read_manifest(folder)
     check_packs(manifest, folder, config, builder.lengths.encoder)
+    refuse_rollouts(builder.lengths.encoder, manifest.kind)
     note_makers(manifest, builder.lengths.encoder)
     tars, small = check_files(manifest, folder)
     arrays, spans = load_arrays(folder / ARRAYS, small[ARRAYS])

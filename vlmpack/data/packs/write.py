@@ -41,6 +41,7 @@ from vlmpack.data.packs.manifest import (
     digest,
     flat_differences,
     index_identity,
+    refuse_rollouts,
     save_arrays,
     save_samples,
     take_seal,
@@ -205,6 +206,7 @@ def make_packs(source: PackSource, folder: Path, order: PackOrder) -> Manifest:
         DataError: a video, where its pixels would be saved; a sample that cannot be encoded and may
             not be left out.
     """
+    refuse_rollouts(source.dataset.encoder, order.kind)
     packer = source.split.plan.packer
     shares = isinstance(packer, BudgetPacker) and packer.planned is not None
     if shares and order.planner != "stream":

@@ -58,6 +58,7 @@ from vlmpack.data.shards.turns import (
     conversation,
     joined,
 )
+from vlmpack.encode.rollouts import Rollout, rollout_of
 from vlmpack.encode.sample import VLMSample, num_files, shown_by
 from vlmpack.errors import DataError, ErrorClass, integrity_error, schema_error
 from vlmpack.storage.fetch import ShardStamp
@@ -82,6 +83,7 @@ class RawSample:
         image_stamps: where its images lie in a store, in token order, if they are files there.
         unknown_keys: of its record, apart from those of the JSON member.
         said: the parsed JSON member, where its reader has just written it; None to parse it.
+        rollout: what a record that cannot be used says of its draw, where it has no members.
     """
 
     key: str
@@ -97,6 +99,7 @@ class RawSample:
     image_stamps: tuple[ShardStamp, ...] = ()
     unknown_keys: tuple[str, ...] = ()
     said: Conversation[str] | None = None
+    rollout: Rollout | None = None
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -120,6 +123,17 @@ class RawSample:
     def called(self, name: str) -> str:
         """What a message calls a member: its field, or the file that it came from."""
         return self.shown.get(name, name)
+
+    def drawn(self) -> Rollout | None:
+        """What the record of a bad sample says of its draw, if that can be read. Its reward counts
+        in its group."""
+        document = self.member(JSON_FIELD)
+        if document is None or document.data is None:
+            return self.rollout
+        try:
+            return rollout_of(parse_document(document.data).get("rollout"))
+        except DataError:
+            return None
 
     def check(self) -> None:
         """Raises the fault, if there is one.

@@ -269,14 +269,15 @@ class GrowingIndex:
 
     def groups(self, numbers: Int64s) -> Int64s | None:
         """(n,) which samples of a source stand together; see SampleTable."""
-        by_image, is_grouped = self.config.groups_images, self.config.groups_images
+        by = self.config.group_by
+        is_grouped = by != "none"
         records, digests = numbers.copy(), np.zeros_like(numbers)
         for table, where, rows in self._by_shard(numbers):
             if table.branches is not None:
                 records[where] -= np.maximum(table.branches[rows], 0)
                 is_grouped = True
-            if by_image and table.images_digests is not None:
-                digests[where] = table.images_digests[rows]
+            if (own := table.digests(by)) is not None:
+                digests[where] = own[rows]
         return group_numbers(records, digests) if is_grouped else None
 
     def planned(self, numbers: Int64s) -> list[PlannedSample]:

@@ -21,6 +21,7 @@ from vlmpack.data.index.parts import BuildSettings, part_for
 from vlmpack.data.index.shard_index import load_index
 from vlmpack.data.index.table import (
     Fitted,
+    GroupBy,
     Int64s,
     SampleTable,
     apply_over_long,
@@ -44,6 +45,7 @@ from vlmpack.data.splits.summary import (
     blended_draws,
     check_faults,
     check_not_empty,
+    check_rollouts,
     check_unknown_keys,
     dropped_samples,
     short_digest,
@@ -93,6 +95,7 @@ def prepare_split(
     stamps = [stamp for source in survey.sources for stamp in source]
     table = table_of(open_table(stamps, builder, settings), survey.sources)
     fitted = fit_samples(config, builder, table)
+    check_rollouts(table, config.objective)
     check_not_empty([fitted], config)
     return PreparedSplit(fitted, _identity(config, survey, builder.lengths.encoder, table))
 
@@ -163,7 +166,7 @@ def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Pla
         shuffle=shuffle,
         window=DRY_RUN_SAMPLES,
         packer=FixedPacker(1, 1),
-        groups=sample_groups(table, by_image=config.groups_images),
+        groups=sample_groups(table, config.group_by),
         in_turn=config.keeps_turns,
         folder=index_folder(config),
     )
@@ -176,16 +179,15 @@ def make_plan(config: DataConfig, fitted: Fitted, shuffle: Shuffle) -> tuple[Pla
     return plan, config.mode.identity(cutting)
 
 
-def sample_groups(table: SampleTable, *, by_image: bool) -> Int64s | None:
+def sample_groups(table: SampleTable, by: GroupBy) -> Int64s | None:
     """(N,) the group of each sample, named after the group's first sample. None if all are alone.
 
-    The branches of a record form a group. With `by_image`, so do samples of one source with the
-    same images.
+    The branches of a record form a group. So do samples of one source that stand together.
     """
-    if table.branches is None and not by_image:
+    if table.branches is None and table.digests(by) is None:
         return None
     spans = list(pairwise(table.source_starts.tolist()))
-    by_source = [table.groups(np.arange(a, b, dtype=np.int64), by_image=by_image) for a, b in spans]
+    by_source = [table.groups(np.arange(a, b, dtype=np.int64), by) for a, b in spans]
     groups = [group for group in by_source if group is not None]
     return np.concatenate(groups) if groups else None
 

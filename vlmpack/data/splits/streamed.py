@@ -240,13 +240,19 @@ def open_streamed(
 
     Raises:
         RecipeError: weights without `epoch_size`, while the number of samples is unknown; weights
-            of tokens, while the number of tokens is unknown.
+            of tokens, while the number of tokens is unknown; rollouts, whose rewards are unknown.
     """
     stamps = [stamp for shards in survey.sources for stamp in shards]
     if len(os.sched_getaffinity(0)) > FEW_CORES and _has_helpers(stamps):
         start_server(settings.preload)  # it imports while the first window is indexed
     settings = replace(settings, rank=launch.rank, world_size=launch.world_size)
     index = GrowingIndex(config, stamps, builder, settings, on_dropped)
+    if builder.lengths.encoder.settings.rollouts and not index.all_made():
+        raise RecipeError(
+            "data.shuffle: window, but advantages of rollouts need all rewards before the first "
+            f"step, and the {len(stamps)} files of {config.key} are not all indexed. Run "
+            "`vlmpack index --recipe` first, or set data.shuffle: global"
+        )
     draws: Sequence[int | None] = [None] * len(survey.sources)
     if config.weighted:
         held = None

@@ -23,7 +23,9 @@ from vlmpack.data.plan.batches import Shuffle, draws_per_source
 from vlmpack.data.plan.state import Identity, IdentityValue
 from vlmpack.data.shards.naming import count_keys, describe_keys
 from vlmpack.encode import Encoder
+from vlmpack.encode.rollouts import READINGS, refuse_reading
 from vlmpack.errors import DataError, EmptyDataError, schema_error
+from vlmpack.recipe.objective import ObjectiveSection
 from vlmpack.words import counted
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
@@ -248,8 +250,8 @@ def split_identity(
         "encoder": short_digest(encoder.fingerprint),
         "lengths": lengths,
     }
-    if config.groups_images:
-        identity["data.group_by"] = config.data.group_by
+    if config.group_by != "none":
+        identity["data.group_by"] = config.group_by
     if config.share is not None:
         identity[share_name(config.key)] = str(config.share)
     lines = []
@@ -317,6 +319,33 @@ def name_unknown_keys(counts: Mapping[str, Mapping[str, int]]) -> None:
         where = "" if keys == ["data.train"] else f" in {' and '.join(keys)}"
         text = "%-14s not read%s: %s (data.unknown_keys: refuse would stop)"
         logger.warning(text, "unknown keys", where, said)
+
+
+def check_rollouts(table: SampleTable, objective: ObjectiveSection) -> None:
+    """Refuses rollouts that the objective cannot learn from, and one that is there twice.
+
+    Raises:
+        DataError: (schema) with the first of them, or both.
+    """
+    columns = table.rollouts
+    if columns is None:
+        return
+    usable, readings = columns.known & ~table.bad, columns.readings[:]
+    for place in np.unique(readings[usable]).tolist():
+        knobs = {"old": objective.old, "correction": objective.correction}
+        if (fault := refuse_reading(READINGS[place], **knobs)) is not None:
+            such = np.flatnonzero(usable & (readings == place))
+            more = f" ({such.size:,} of {table.num_samples:,} samples)"
+            raise table.ref(int(such[0])).located(fault.reworded(fault.reason + more))
+    if (twice := columns.repeated()) is not None:
+        first, second = map(table.ref, twice)
+        raise second.located(
+            schema_error(
+                "another record's rollout has the same policy_version, group and number: "
+                f"{first.key!r} of {first.shard}. Expected each drawn answer once. Leave one of "
+                "the two out, or give it a number of its own"
+            )
+        )
 
 
 def check_not_empty(fitted: Sequence[Fitted], config: DataConfig) -> None:

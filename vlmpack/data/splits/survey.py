@@ -92,6 +92,8 @@ def survey_split(
     """
     sources = list_shards(config, fetcher)
     shuffle = config.data.shuffle if config.key == "data.train" else "none"
+    if shuffle == "auto" and config.objective.learns_rollouts:
+        shuffle = "global"  # the rewards of all samples are read before the first step
     if shuffle == "auto":
         stamps = [stamp for shards in sources for stamp in shards]
         shuffle = _recorded_shuffle(resume) or resolve_shuffle(
