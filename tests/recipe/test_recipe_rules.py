@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from importlib import import_module, metadata, util
@@ -649,6 +650,31 @@ def test_hf_shares_rows_by_heads(tiny_folder):
     assert check(config, on_mcore, odd) == []
     (problem,) = rule("context_heads_need_hf")(on_mcore, odd)
     assert problem.message == "3 needs model.backend: hf; leave it out"
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_refused"),
+    [
+        ({}, True),
+        ({"mlp_only_layers": [1]}, False),
+        ({"decoder_sparse_step": 2}, False),
+        ({"shared_expert_intermediate_size": 48}, False),
+        ({"decoder_sparse_step": None}, False),  # what other configs leave unsaid, the launch sees
+        ({"num_experts": 0}, False),
+    ],
+)
+def test_tiles_are_of_mlps_beside_experts(tmp_path, changes, is_refused):
+    text = {"num_experts": 8, "decoder_sparse_step": 1, "mlp_only_layers": []} | changes
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"} | text))
+    model = ModelSection(path=str(tmp_path), tiled_mlp=True)
+    config, check = read_model_config(model), rule("tiles_are_of_mlps")
+    problems = check(config, model)
+    assert len(problems) == is_refused
+    for problem in problems:
+        assert problem.path == ("model", "tiled_mlp")
+        assert problem.message.startswith(f"true, but each layer of {tmp_path} has 8 experts and")
+        assert problem.message.endswith("Set it to false")
+    assert check(config, ModelSection(path=str(tmp_path))) == []
 
 
 def test_models_whose_rows_a_ring_cannot_cut_exchange_all_heads():

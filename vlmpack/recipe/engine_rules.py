@@ -100,6 +100,20 @@ def long_rows_take_less(model: ModelSection, training: TrainingSection) -> list[
     ]
 
 
+def tiles_are_of_mlps(config: ModelConfig, model: ModelSection) -> list[Problem]:
+    """There are MLPs beside experts, in configs that say which layers have none (Qwen's)."""
+    step, alone = config.values.get("decoder_sparse_step"), config.values.get("mlp_only_layers")
+    experts = config.shared_sizes.num_experts
+    only = experts and step == 1 and not alone
+    if not model.tiled_mlp or not only or config.shared_sizes.shared_expert_intermediate_size:
+        return []
+    message = (
+        f"true, but each layer of {config.folder} has {experts} experts and no other MLP (its "
+        "config.json has decoder_sparse_step 1 and no mlp_only_layers). Set it to false"
+    )
+    return [Problem(("model", "tiled_mlp"), message)]
+
+
 def why_not_selective(model: ModelSection, parallelism: ParallelismSection) -> str | None:
     """Why what matrix products make cannot be kept for the backward pass; None where it can."""
     if model.attention == "transformer_engine":
