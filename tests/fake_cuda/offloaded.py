@@ -1,9 +1,10 @@
 """Run under the device guard: what a step learns, with inputs of layers on the host and without.
 
-    python -m fake_cuda.offloaded [[fault, ...]]
+    python -m fake_cuda.offloaded {family: [fault, ...]}
 
-The answer has for each fault ("" for none) whether the weights after two steps are those of a run
-that keeps its activations, bit for bit, and the copies to the host.
+The answer has for each family and fault ("" for none) whether the weights after two steps are those
+of a run that keeps its activations, bit for bit. It has the copies to the host and back, and the
+inputs that were asked for before anything began to copy them back.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import json
 import sys
 import tempfile
 import warnings
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,8 +50,28 @@ def _of_ones(stored: Any) -> Tensor:
     return torch.ones_like(stored.host, device=stored.place)
 
 
-def trained(folder: Path, *, offloading: bool) -> tuple[list[Tensor], int]:
-    """Weights after two steps of two micro-batches, and copies to pinned memory."""
+@contextmanager
+def counted(counts: Counter[str]) -> Iterator[None]:
+    """What is copied, and what is late."""
+    copy, restore = offload._Stored.copy, offload.Offload._restore
+
+    def copied(stored: Any, target: Tensor, source: Tensor, stream: Any) -> None:
+        counts["back" if target.is_cuda else "out"] += 1
+        copy(stored, target, source, stream)
+
+    def restored(layers: Any, stored: Any) -> Tensor:
+        counts["late"] += not isinstance(stored, Tensor) and stored.device is None
+        return restore(layers, stored)
+
+    with (
+        patch.object(offload._Stored, "copy", copied),
+        patch.object(offload.Offload, "_restore", restored),
+    ):
+        yield
+
+
+def trained(folder: Path, *, offloading: bool) -> list[Tensor]:
+    """Weights after two steps of two micro-batches."""
     AcceleratorState._reset_state(True)
     torch.manual_seed(0)
     encoder = Encoder(folder)
@@ -66,28 +89,28 @@ def trained(folder: Path, *, offloading: bool) -> tuple[list[Tensor], int]:
         activation_checkpointing="full",
         activation_offloading=offloading,
     )
-    with fake_gpu() as gpu:
+    with fake_gpu():
         ranks = replace(single_rank(), device=CUDA)
         engine = engine_of(model, ParallelismSection(), encoder, ranks, policy)
         stepper = make_stepper(engine, objective=SFT)
-        begun = gpu.arrivals.begun
         for step in range(2):
             stepper.train(step, [pin_batch(row) for row in rows], num_skipped=0, stop=False)
-        weights = [parameter.held.clone() for _, parameter in engine.parameters()]  # type: ignore[attr-defined]
-        return weights, gpu.arrivals.begun - begun
+        return [parameter.held.clone() for _, parameter in engine.parameters()]  # type: ignore[attr-defined]
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    answers = {}
+    answers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as made:
-        folder = tiny_family_folder("qwen2_5_vl", Path(made) / "model")
-        expected, copies = trained(folder, offloading=False)
-        for fault in json.loads(sys.argv[1]):
-            with FAULTS[fault]():
-                weights, more = trained(folder, offloading=True)
-            same = all(map(torch.equal, weights, expected))
-            answers[fault] = {"same": same, "copies": more - copies}
+        for family, faults in json.loads(sys.argv[1]).items():
+            folder = tiny_family_folder(family, Path(made) / family)
+            expected, answers[family] = trained(folder, offloading=False), {}
+            for fault in faults:
+                counts = Counter[str]()
+                with FAULTS[fault](), counted(counts):
+                    weights = trained(folder, offloading=True)
+                same = all(map(torch.equal, weights, expected))
+                answers[family][fault] = {"same": same, **counts}
     print(json.dumps(answers))
 
 

@@ -15,10 +15,14 @@ FAULT = "other numbers"
 @pytest.mark.slow
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_offloaded_inputs_change_nothing() -> None:
-    found = run_under_guard("fake_cuda.offloaded", ["", FAULT])
-    # Four micro-batches through four layers and four blocks of the tower.
-    assert found[""] == {"same": True, "copies": 4 * 8}
-    assert not found[FAULT]["same"], "nobody reads what came back"
+    found = run_under_guard("fake_cuda.offloaded", {"qwen2_5_vl": ["", FAULT], "gemma4": [""]})
+    # Gemma 4's layers have per-layer inputs beside hidden states.
+    for family, layers, inputs_of_a_layer, blocks in (("qwen2_5_vl", 4, 1, 4), ("gemma4", 6, 2, 2)):
+        out = layers * inputs_of_a_layer + blocks
+        back = out - inputs_of_a_layer  # the last layer's are still there
+        counts = {"out": 4 * out, "back": 4 * back, "late": 0}  # four micro-batches
+        assert found[family][""] == {"same": True, **counts}
+    assert not found["qwen2_5_vl"][FAULT]["same"], "nobody reads what came back"
 
 
 def test_a_cpu_has_nothing_to_move() -> None:

@@ -1,7 +1,7 @@
 """Inputs of recomputed layers in pinned host memory, from one layer's forward pass to its backward.
 
-    forward of layer i     its input is copied to the host while the layer runs, and freed behind it
-    backward of layer i    that of layer i - 1 is copied back meanwhile
+    forward of layer i     its inputs are copied to the host while it runs, and freed behind it
+    backward of layer i    those of layer i - 1 are copied back meanwhile
 
 So the device holds the inputs of two layers at a time. torch's `save_on_cpu` waits for each copy,
 and fetches none ahead. A second stream of the device copies, and the host waits for nothing.
@@ -10,8 +10,9 @@ and fetches none ahead. A second stream of the device copies, and the host waits
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -24,14 +25,14 @@ class _Stored:
 
     Args:
         device: as it was given.
-        before: that of the layer before, as long as its backward pass is to come.
+        before: those of the layer before, as long as its backward pass is to come.
     """
 
-    def __init__(self, device: Tensor, before: _Stored | None) -> None:
+    def __init__(self, device: Tensor, before: WeakSet[_Stored]) -> None:
         self.host = torch.empty_like(device, device="cpu", pin_memory=True)
         self.device: Tensor | None = device.detach()
         self.place = device.device
-        self.before = None if before is None else ref(before)
+        self.before = before
         self.copied: Any = None
 
     def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:
@@ -70,22 +71,25 @@ class Offload:
                 f"this run is on {device}; set it to false"
             )
         self.run, self.stream = run, torch.cuda.Stream()
-        self.newest: ReferenceType[_Stored] | None = None
+        self.newest: WeakSet[_Stored] = WeakSet()
 
     def __call__(self, layer: Callable[..., Any], *args: Any) -> Any:
         """What the layer makes."""
-        with torch.autograd.graph.saved_tensors_hooks(self._store, self._restore):
+        store = partial(self._store, self.newest, WeakSet())
+        with torch.autograd.graph.saved_tensors_hooks(store, self._restore):
             return self.run(layer, *args)
 
-    def _store(self, given: Tensor) -> _Stored | Tensor:
+    def _store(
+        self, before: WeakSet[_Stored], inputs: WeakSet[_Stored], given: Tensor
+    ) -> _Stored | Tensor:
         if not given.is_cuda or not given.numel():
             return given
-        before = None if self.newest is None else self.newest()
         stored = _Stored(given, before)
         stored.copy(stored.host, given, self.stream)
-        if before is not None:
-            before.free()
-        self.newest = ref(stored)
+        for earlier in before:
+            earlier.free()
+        inputs.add(stored)
+        self.newest = inputs
         return stored
 
     def _restore(self, stored: _Stored | Tensor) -> Tensor:
@@ -96,7 +100,6 @@ class Offload:
         found, stored.device = stored.device, None
         assert found is not None
         self.newest = stored.before
-        before = None if stored.before is None else stored.before()
-        if before is not None:
-            before.fetch(self.stream)
+        for earlier in stored.before:
+            earlier.fetch(self.stream)
         return found

@@ -209,8 +209,9 @@ class ModelSection(Section):
     what it took."""
 
     activation_offloading: bool = False
-    """For the hf engine on CUDA. Inputs of layers that are computed again wait for the backward
-    pass in pinned host memory. They are copied while the layers beside them run."""
+    """For the hf engine on CUDA; a launch on a CPU refuses it. Inputs of layers that are computed
+    again wait for the backward pass in pinned host memory. They are copied while the layers beside
+    them run."""
 
     tiled_mlp: bool = False
     """For the hf engine. MLPs of the decoder are computed in tiles of tokens, of which the backward
