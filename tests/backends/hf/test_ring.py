@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from attention.test_prefix_calls import Plain
 from support.shards import TINY_MODEL
 from torch import Tensor
 
-from vlmpack.attention import segment_attention
+from vlmpack.attention import AttentionChoice, VarlenAttention, segment_attention
 from vlmpack.attention.prefix_attention import merge_lse
-from vlmpack.backends.hf import ring
+from vlmpack.backends.hf import attention, ring
 from vlmpack.backends.hf.ring import (
     Sight,
     TiledKernel,
@@ -86,17 +87,16 @@ def test_the_cost_model_counts_what_is_seen_and_read(lengths, by_row, size) -> N
         )
 
 
-def attended(whole: list[Tensor], lengths: tuple[int, ...], window: int | None) -> Tensor:
-    """By one process."""
+def params_of(lengths: tuple[int, ...]) -> PackedSeqParams:
+    """The row's boundaries."""
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    params = PackedSeqParams(
+    return PackedSeqParams(
         cu_seqlens_q=cu,
         cu_seqlens_kv=cu,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
         segment_lengths=lengths,
     )
-    return segment_attention(*whole, params, window=window)
 
 
 def by_steps(
@@ -164,13 +164,29 @@ def test_merged_steps_are_attention(lengths, by_row, kernel, tile, window, monke
         torch.randn(sum(lengths), heads, 8, dtype=torch.float64, requires_grad=True)
         for heads in (4, 2, 2)
     ]
-    expected = attended(whole, lengths, window)
+    expected = segment_attention(*whole, params_of(lengths), window=window)
     grad = torch.randn_like(expected)
     expected.backward(grad)
     out, gradients = by_steps(whole, grad, lengths, kernel, by_row=by_row, window=window)
     torch.testing.assert_close(out, expected.detach(), rtol=1e-12, atol=1e-12)
     for ours, part in zip(gradients, whole, strict=True):
         torch.testing.assert_close(ours, part.grad, rtol=1e-11, atol=1e-11)
+
+
+def test_a_ring_computes_by_what_the_recipe_asks_for() -> None:
+    """`model.attention: segments` takes no kernel there either."""
+    asked: list[str | None] = []
+
+    def around(attention: VarlenAttention, kernel: str | None) -> VarlenAttention:
+        asked.append(kernel)
+        return attention
+
+    part, params = torch.zeros(1, 2, 16, 8), params_of((16,))
+    for name in ("segments", "torch_varlen", "flash_attn"):
+        choice = AttentionChoice(name, segment_attention, "as the recipe asks")
+        given = {"packed_seq_params": params, "head_exchange": SimpleNamespace(around=around)}
+        attention._attend(choice, torch.nn.Module(), part, part, part, None, **given)
+    assert asked == [None, "torch_varlen", "flash_attn"]
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

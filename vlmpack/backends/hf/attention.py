@@ -99,7 +99,8 @@ def _attend(
         )
         exchange: HeadExchange | None = options.get("head_exchange")
         if exchange is not None:
-            function = exchange.around(function, None if is_plain() else choice.name)
+            plain = is_plain() or choice.name == "segments"
+            function = exchange.around(function, None if plain else choice.name)
         output = function(queries, keys, values, params, scale=scale, window=window, masks=masks)
         return output[None, ..., :own], None
     if not options.get("padded_rows"):
