@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
 from support.rollout_records import rollout
+from support.shards import ROOT
 
 from vlmpack.encode.rollouts import (
     READINGS,
@@ -43,6 +46,13 @@ def test_what_may_be_left_out() -> None:
     assert found is not None and found.token_ids == () and found.sampling.top_k == 0
     assert rollout_of(found.document()) == found
     assert rollout_of(None) is None
+
+
+def test_the_documented_record_is_read() -> None:
+    page = (ROOT / "docs" / "rollouts.md").read_text()
+    [text] = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    found = rollout_of(json.loads(text)["rollout"])
+    assert found is not None and found.document() == json.loads(text)["rollout"]
 
 
 def test_groups_are_told_apart_by_digest() -> None:

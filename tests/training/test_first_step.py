@@ -11,6 +11,7 @@ from support.engines import make_engine, make_stepper, policy
 from vlmpack.backends.boxes import CHUNK, digest
 from vlmpack.errors import TrainabilityError
 from vlmpack.packing import PackCollator, PadCollator
+from vlmpack.packing.batch import DrawnAnswer
 from vlmpack.training import step as step_module
 from vlmpack.training.step import count_seen_images
 
@@ -170,3 +171,27 @@ def test_images_count_where_a_label_comes_after_them(encoder, encoded):
     assert count_seen_images([COLLATE([mute, text])]) == 0, "another sample's labels do not count"
     assert count_seen_images([padded([mute, text])]) == 0
     assert count_seen_images([COLLATE([text])]) == 0
+
+
+def test_answers_without_an_advantage_pass_no_gradients(encoder, encoded):
+    """Neither to tower nor to text: a row of them alone waits for a later one."""
+    with_image = next(sample for sample in encoded if sample.media is not None)
+    text = next(sample for sample in encoded if sample.media is None)
+    drawn = []
+    for sample in (with_image, text):
+        count = int((sample.labels != -100).sum())
+        log_p = torch.zeros(count, dtype=torch.float64)
+        drawn.append(replace(sample, drawn=DrawnAnswer(log_p=log_p, temperature=1.0)))
+    row = COLLATE(drawn)
+    labels = [int((sample.labels != -100).sum()) for sample in drawn]
+    images = seen_by_hand(with_image)
+    for advantages, taught, seen in (
+        ((1.0, -1.0), sum(labels), images),
+        ((0.0, 2.0), labels[1], 0),
+        ((2.0, 0.0), labels[0], images),
+        ((0.0, 0.0), 0, 0),
+    ):
+        batch = row.with_columns(advantages=torch.tensor(advantages, dtype=torch.float64))
+        assert step_module._num_taught(batch) == taught
+        assert count_seen_images([batch]) == seen
+    assert step_module._num_taught(row) == sum(labels) and images > 0

@@ -387,31 +387,37 @@ class ChatTemplate:
         return [(a, b) for a, b in marked if any(a < end and start < b for start, end in last)]
 
     def ids_of_transformers(
-        self, messages: tuple[Message, ...], inputs: TemplateInputs = NO_INPUTS
+        self,
+        messages: tuple[Message, ...],
+        inputs: TemplateInputs = NO_INPUTS,
+        *,
+        generation_prompt: bool = False,
     ) -> list[int] | None:
         """The ids that `apply_chat_template` gives for turns in the documented form.
 
         None if the template does not take them. It may refuse, write a list out, or leave a turn's
         words out.
         """
-        ids, text = self._documented(messages, inputs)
-        own = self.render(messages, inputs)
+        ids, text = self._documented(messages, inputs, generation_prompt=generation_prompt)
+        own = self.render(messages, inputs, generation_prompt=generation_prompt)
         if text is None or writes_list(text) != writes_list(own):
             return None
         for at, turn in enumerate(messages):
             other = replace(turn, parts=tuple(map(_hidden, turn.parts)))
             changed = (*messages[:at], other, *messages[at + 1 :])
-            if self._documented(changed, inputs)[1] == text and self.render(changed, inputs) != own:
+            theirs = self._documented(changed, inputs, generation_prompt=generation_prompt)[1]
+            ours = self.render(changed, inputs, generation_prompt=generation_prompt)
+            if theirs == text and ours != own:
                 return None
         return ids
 
     def _documented(
-        self, messages: tuple[Message, ...], inputs: TemplateInputs
+        self, messages: tuple[Message, ...], inputs: TemplateInputs, *, generation_prompt: bool
     ) -> tuple[list[int], str | None]:
         """Ids and text of turns in the documented form; no text where the template refuses them."""
         turns = turn_dicts(messages, dict.fromkeys(get_args(Role), self.documented))
         given = {"tools": _tools(inputs), "chat_template": self.text(inputs)}
-        given |= self._variables(inputs)
+        given |= self._variables(inputs) | {"add_generation_prompt": generation_prompt}
         try:
             with template_faults():
                 tokens = self.tokenizer.apply_chat_template(turns, return_dict=True, **given)

@@ -107,7 +107,8 @@ class Counts:
         num_shared_patches: patches that the tower did not encode again.
         num_padded_slots: slots that the same micro-batches take in mode `none`.
         num_eager_rows: rows of too many samples for the captured graph.
-        num_seen_images: image tokens that a label comes after; 0 once nobody asks.
+        num_taught: label tokens that may have a gradient, and
+        num_seen_images: image tokens that one of these comes after. Both are 0 once nobody asks.
         stop_votes: ranks that were asked to stop.
         num_writing: ranks that are still writing a checkpoint.
     """
@@ -121,6 +122,7 @@ class Counts:
     num_samples: int = 0
     num_skipped: int = 0
     num_eager_rows: int = 0
+    num_taught: int = 0
     num_seen_images: int = 0
     stop_votes: int = 0
     num_writing: int = 0

@@ -231,6 +231,7 @@ class Stepper:
         counts = Counts.of(
             batches,
             num_skipped=num_skipped,
+            num_taught=sum(map(_num_taught, batches)) if check is not None else 0,
             num_seen_images=count_seen_images(batches) if check is not None else 0,
             stop_votes=int(stop),
             num_writing=int(writing),
@@ -367,7 +368,9 @@ class Stepper:
     def _update(self, step: int, result: StepSums, check: TrainabilityCheck | None) -> None:
         lr = self.schedule(step)
         if check is not None:
-            check.before_step(lr=lr, num_seen_images=result.num_seen_images)
+            check.before_step(
+                lr=lr, num_taught=result.num_taught, num_seen_images=result.num_seen_images
+            )
         self.before_update()
         ACTIVITY.enter("optimizer")
         self.engine.step(lr)
@@ -485,17 +488,17 @@ class TrainabilityCheck:
                 ", ".join(self.without_gradient),
             )
 
-    def before_step(self, *, lr: float, num_seen_images: int) -> None:
+    def before_step(self, *, lr: float, num_taught: int, num_seen_images: int) -> None:
         """Look at the gradients, and keep digests of what is frozen.
 
         Args:
             lr: learning rate of the step; at 0 nothing can move.
-            num_seen_images: image tokens of the global batch that a label comes after.
+            num_taught, num_seen_images: of the global batch; see `Counts`.
 
         Raises:
             TrainabilityError: on every rank, for a component without a gradient.
         """
-        due = {c for c in self._waiting if num_seen_images or c not in SEES_IMAGES}
+        due = {c for c in self._waiting if (num_seen_images if c in SEES_IMAGES else num_taught)}
         if due:
             norms = self.engine.gradient_norms().tolist()
             for count, norm in zip(self.engine.components, norms, strict=True):
@@ -544,8 +547,21 @@ def count_seen_images(batches: Sequence[Batch]) -> int:
     return sum(_seen_in(batch) for batch in batches)
 
 
+def _taught(batch: Batch) -> Tensor:
+    """(l,) positions of the label tokens that may have a gradient: an answer without an advantage
+    has none."""
+    advantages = None if batch.rollouts is None else batch.rollouts.advantages
+    if advantages is None:
+        return batch.label_positions
+    return batch.label_positions[advantages[batch.label_sequences] != 0]
+
+
+def _num_taught(batch: Batch) -> int:
+    return int(_taught(batch).shape[0])
+
+
 def _seen_in(batch: Batch) -> int:
-    if batch.media is None or not batch.num_label_tokens:
+    if batch.media is None or not _num_taught(batch):
         return 0
     if isinstance(batch, PackedBatch):
         ends = torch.tensor(batch.segment_lengths).cumsum(0)
@@ -553,7 +569,7 @@ def _seen_in(batch: Batch) -> int:
         rows, width = batch.input_ids.shape
         ends = width * torch.arange(1, rows + 1)
     last = torch.full((len(ends),), -1)
-    labels = batch.label_positions
+    labels = _taught(batch)
     last.scatter_reduce_(0, torch.searchsorted(ends, labels, right=True), labels, "amax")
     if isinstance(batch, PackedBatch) and batch.prefix_tree is not None:  # branches see their path
         for place, parent in reversed([*enumerate(batch.prefix_tree.parents)]):

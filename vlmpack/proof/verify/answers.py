@@ -65,6 +65,8 @@ def check_answers(
     Returns:
         None where there is no answer to look for.
     """
+    if any(sample.drawn is not None for sample in samples):
+        return _check_drawn(samples, cooked)
     looked_at = with_answers = 0
     for sample, messages in conversations(samples, cooked):
         for each in _said(encoder.taught(messages.messages)):
@@ -85,6 +87,22 @@ def check_answers(
         return None
     detail = f"{with_answers} of {looked_at}, by the tokens of their first and last characters"
     return Check(name=ANSWERS, status="pass" if with_answers else "too few", detail=detail)
+
+
+def _check_drawn(
+    samples: Sequence[EncodedSample], cooked: Sequence[VLMSample | None]
+) -> Check | None:
+    """Rollouts learn exactly the tokens that were drawn."""
+    num_tokens = 0
+    for sample, messages in conversations(samples, cooked):
+        assert messages.rollout is not None
+        ids = [*messages.rollout.token_ids]
+        num_tokens += len(ids)
+        if sample.labels[sample.labels != IGNORE_INDEX].tolist() != ids:
+            detail = f"{sample.key}: its labels are other tokens than the {len(ids)} drawn ones"
+            return Check(name=ANSWERS, status="fail", detail=detail)
+    detail = f"{num_tokens} tokens, as samplers drew them"
+    return Check(name=ANSWERS, status="pass", detail=detail) if num_tokens else None
 
 
 def conversations(
@@ -340,17 +358,26 @@ def check_ids(
         looked_at += 1
         if chat.marker and any(chat.marker in text for text in texts_of(each)):
             continue  # as text it is tokenised otherwise
-        theirs = chat.template.ids_of_transformers(each.messages, each.inputs)
-        if theirs is None:
+        is_drawn, turns = sample.drawn is not None, each.messages
+        if is_drawn:  # the prompt alone is the template's
+            turns = turns[:-1]
+        theirs = chat.template.ids_of_transformers(turns, each.inputs, generation_prompt=is_drawn)
+        if theirs is None or (is_drawn and chat.template.shape(each.inputs).header):
             continue
         ours = sample.input_ids.tolist()
+        if is_drawn:
+            ours = ours[: int((sample.labels != IGNORE_INDEX).nonzero()[0, 0]) + 1]
         if each.shown:
             text = chat.render(each.messages, each.inputs)
             marks = [
                 chat.video_marker(text) if isinstance(part, VideoPart) else chat.marker
                 for part in each.shown
             ]
-            ours = chat.encode(each.messages, marks, each.inputs).input_ids
+            ours = (
+                chat.encode_prompt(turns, marks, each.inputs)
+                if is_drawn
+                else chat.encode(turns, marks, each.inputs).input_ids
+            )
         if ours != theirs:
             return _differing(encoder, sample.key, ours, theirs)
         compared += 1
