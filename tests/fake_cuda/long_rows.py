@@ -31,6 +31,7 @@ from fake_cuda.meta import MODULES, Call, MetaCuda
 from gpu_shapes import Shape, shaped_config, write_processor
 from support.engines import ADAMW, engine_of, make_stepper
 from support.families import tiny_family_folder
+from support.published_qwen3_vl import QWEN3_VL_8B
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 import vlmpack.backends.hf.engine as hf
@@ -55,34 +56,10 @@ from vlmpack.recipe.schema import ModelSection, ParallelismSection
 from vlmpack.recipe.trainable import TrainableSection
 from vlmpack.training.objective import SFT
 
-# Qwen3-VL-8B-Instruct's config.json: 8.77e9 parameters.
 SHAPE = Shape(
     folder="qwen3_vl",
-    text={
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 262144,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 5000000,
-            "mrope_interleaved": True,
-            "mrope_section": [24, 20, 20],
-        },
-        "vocab_size": 151936,
-    },
-    vision={
-        "depth": 27,
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_heads": 16,
-        "out_hidden_size": 4096,
-        "num_position_embeddings": 2304,
-        "deepstack_visual_indexes": [8, 16, 24],
-    },
+    text=QWEN3_VL_8B["text_config"],
+    vision=QWEN3_VL_8B["vision_config"],
     max_tokens=131072,
     sides=(224, 1400),
     words=(10, 900),

@@ -100,6 +100,22 @@ def test_it_is_planned_without_its_weights(tmp_path, model_of, name):
 
 
 @pytest.mark.slow
+def test_the_pages_of_long_rows_say_what_plan_says(tmp_path, model_of):
+    """With half of the row frames, as the recipe bounds them, and with all of it."""
+    name, kept = "qwen3_vl-8b-128k-cp8", "model.activation_checkpointing=selective"
+    bare = without_weights(model_of(name), tmp_path / "bare")
+    half, whole = (
+        plan_of(name, bare, tmp_path, "--world-size", 8, kept, *more)["memory"]["total"] / GIB
+        for more in ((), ("packing.max_vision_patches=524288",))
+    )
+    page = " ".join((ROOT / "docs/long-context.md").read_text().split())
+    assert (
+        f"`plan` says {half:.1f} GiB. If all tokens were frames, it would be {whole:.1f}." in page
+    )
+    assert f"`vlmpack plan` says {half:.1f} GiB" in (ROOT / f"recipes/{name}.yaml").read_text()
+
+
+@pytest.mark.slow
 def test_the_page_of_64_and_512_is_what_plan_says(tmp_path, model_of):
     """docs/megatron.md, by the command that stands there."""
     name, page = "qwen3_6-27b-mcore-8gpu", (ROOT / "docs/megatron.md").read_text()

@@ -29,13 +29,6 @@ QWEN = {
         "num_hidden_layers": 28,
         "intermediate_size": 18944,
     },
-    "models/Qwen3-VL-8B-Instruct": {
-        "model_type": "qwen3_vl",
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 36,
-        "intermediate_size": 12288,
-    },
 }
 """Sizes of the models that are not in the repository."""
 

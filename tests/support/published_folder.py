@@ -1,5 +1,6 @@
 """A model folder of a published size: its config.json and the settings of its processor, a file
-with its tensors' names and shapes, its chat template, and the tiny model's tokenizer."""
+with its tensors' names and shapes, the tiny model's tokenizer, and its chat template. Qwen3-VL has
+the tiny model's template too."""
 
 from __future__ import annotations
 
@@ -49,15 +50,16 @@ def published_folder(folder: Path, name: str, config: dict[str, Any], shapes: Sh
     from transformers import AutoTokenizer
 
     write_header(folder / "model.safetensors", shapes)
-    start = next(start for start in _TEMPLATES if name.startswith(start))
-    template = published_templates()[_TEMPLATES[start]]
+    start = next((start for start in _TEMPLATES if name.startswith(start)), "")
+    template = published_templates()[_TEMPLATES[start]] if start else None
     gemma, images = start.startswith("Gemma"), "vision_config" in config
-    tokens = [*template.special, *(IMAGE_TOKENS.values() if gemma else ())]
+    tokens = [*(template.special if template else ()), *(IMAGE_TOKENS.values() if gemma else ())]
     tokenizer = AutoTokenizer.from_pretrained(str(TINY_MODEL))
     tokenizer.add_special_tokens({"additional_special_tokens": list(dict.fromkeys(tokens))})
     if gemma:
         tokenizer.bos_token = "<bos>"
-    tokenizer.chat_template = without_marks(template).text
+    if template is not None:
+        tokenizer.chat_template = without_marks(template).text
     tokenizer.save_pretrained(str(folder))
     ids = {key: tokenizer.get_vocab()[token] for key, token in _NAMED[gemma].items()}
     config = {**config, **{key: ids[key] for key in ids.keys() & config.keys()}}

@@ -1,5 +1,6 @@
-"""Names and shapes of the tensors that are published, by model, as `published_hybrids.py` and
-`published_gemma4.py` have their sources; and a file with such a header and no values.
+"""Names and shapes of the tensors that are published, by model, and a file with such a header and
+no values. Their sources are named in `published_hybrids.py`, `published_gemma4.py` and
+`published_qwen3_vl.py`.
 
 What is written here are kinds: what a layer of each kind has. The totals that were published beside
 them (tensors, bytes, parameters) are compared with what follows, so that no kind is missing.
@@ -22,6 +23,7 @@ from support.published_hybrids import (
     QWEN3_6_35B,
     QWEN3_8_2_4T,
 )
+from support.published_qwen3_vl import QWEN3_VL_8B
 
 Shapes = dict[str, list[int]]
 
@@ -128,6 +130,37 @@ def _qwen_tower(vision: Mapping[str, Any]) -> Shapes:
     }
     for number in range(vision["depth"]):
         _add(names, f"blocks.{number}.", block)
+    return names
+
+
+def _qwen3_vl(config: Mapping[str, Any]) -> Shapes:
+    """Attention in each layer, and mergers of what enters behind the first ones (DeepStack)."""
+    text, vision = config["text_config"], config["vision_config"]
+    width, head, heads = (text[k] for k in ("hidden_size", "head_dim", "num_attention_heads"))
+    keys, merged = text["num_key_value_heads"], 4 * vision["hidden_size"]
+    layer: Shapes = {
+        "self_attn.k_norm.weight": [head],
+        "self_attn.k_proj.weight": [keys * head, width],
+        "self_attn.o_proj.weight": [width, heads * head],
+        "self_attn.q_norm.weight": [head],
+        "self_attn.q_proj.weight": [heads * head, width],
+        "self_attn.v_proj.weight": [keys * head, width],
+        **_gated_mlp("mlp.", text, width),
+        **{f"{place}_layernorm.weight": [width] for place in ("input", "post_attention")},
+    }
+    names: Shapes = {
+        "lm_head.weight": [text["vocab_size"], width],
+        "model.language_model.embed_tokens.weight": [text["vocab_size"], width],
+        "model.language_model.norm.weight": [width],
+    }
+    for number in range(text["num_hidden_layers"]):
+        _add(names, f"model.language_model.layers.{number}.", layer)
+    tower = _qwen_tower(vision)
+    merger = {n.removeprefix("merger."): s for n, s in tower.items() if n.startswith("merger.")}
+    merger |= {f"norm.{end}": [merged] for end in ("bias", "weight")}  # behind the merge
+    for number in range(len(vision["deepstack_visual_indexes"])):
+        _add(tower, f"deepstack_merger_list.{number}.", merger)
+    _add(names, "model.visual.", tower)
     return names
 
 
@@ -298,6 +331,7 @@ def published_names() -> dict[str, Shapes]:
     """By model; of E2B and E4B without what their audio tower has."""
     return {
         **{name: _qwen(config) for name, config in QWEN_CONFIGS.items()},
+        "Qwen3-VL-8B": _qwen3_vl(QWEN3_VL_8B),
         "Nemotron-3-Nano-30B-A3B": _nemotron(),
         "Nemotron-3.5-Lightning-30B-A3B": _nemotron_with_prediction(),
         **{f"Gemma-4-{name}": _gemma(name) for name in CONFIGS},
@@ -325,6 +359,7 @@ QWEN_CONFIGS: dict[str, dict[str, Any]] = {
 }
 PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
     **QWEN_CONFIGS,
+    "Qwen3-VL-8B": QWEN3_VL_8B,
     "Nemotron-3-Nano-30B-A3B": NEMOTRON_3_NANO,
     "Nemotron-3.5-Lightning-30B-A3B": NEMOTRON_3_5_LIGHTNING,
     **{f"Gemma-4-{name}": config for name, config in CONFIGS.items()},

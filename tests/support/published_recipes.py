@@ -60,6 +60,14 @@ PUBLISHED = {
         ("parallelism.context=2",),
         twin_processes=2,
     ),
+    "qwen3_vl-8b-128k-cp8": Published(
+        "Qwen3-VL-8B",
+        "models/Qwen3-VL-8B-Instruct",
+        "qwen3_vl",
+        8,
+        ("parallelism.context=2",),
+        twin_processes=2,
+    ),
     "qwen3_5-0.8b-captured-8gpu": Published("Qwen3.5-0.8B", "models/Qwen3.5-0.8B", "qwen3_5", 8),
     "qwen3_6-27b-dpo-lora-8gpu": Published(
         "Qwen3.6-27B",
