@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,10 +14,13 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from support.recipes import run_settings, write_recipe
 from support.rollout_records import Drawn, drawn_answers, write_drawn
 from support.shard_fakes import open_data
-from support.shards import TINY_MODEL
+from support.shards import SHARD, TINY_MODEL
+from typer.testing import CliRunner
 
+from vlmpack.cli.app import app
 from vlmpack.data.index.rollouts import ROLLOUT_COLUMNS
 from vlmpack.data.loading.loader import MicroBatch
 from vlmpack.data.packs.write import PackOrder, PackSource, make_packs
@@ -194,6 +198,57 @@ def test_an_answer_that_is_refused_counts_too(answers: list[Drawn], tmp_path: Pa
     )
     with pytest.raises(DataError, match="another prompt than this encoder's"):
         opened(write(tmp_path, bad), tmp_path / "i")
+
+
+@pytest.mark.parametrize("first", ["policy", "plain"])
+def test_a_record_of_a_file_without_its_image_counts_too(
+    answers: list[Drawn], tmp_path: Path, first: str
+) -> None:
+    """JSON lines name their images; one of them is not there."""
+    lines = []
+    for each in answers:
+        names = [f"{each.prompt.key}-{n}.png" for n in range(len(each.prompt.images))]
+        for name, data in zip(names, each.prompt.images, strict=True):
+            if name != "0-0-1-0.png":
+                (tmp_path / name).write_bytes(data)
+        turns = json.loads(json.dumps(each.record["messages"]))
+        for part in (part for turn in turns[:-1] for part in turn["content"]):
+            part.pop("image", None)
+        lines.append(json.dumps(each.record | {"messages": turns, "images": names}))
+    path = tmp_path / "r.jsonl"
+    path.write_text("\n".join(lines))
+    if first == "plain":
+        open_data(str(path), tmp_path / "i", encoder=PLAIN, on_error=SKIP)
+    data = opened(str(path), tmp_path / "i", on_error=SKIP)
+    assert data.outcomes is not None and data.outcomes.num_answers == len(answers)
+    found = seen(an_epoch(data))
+    assert len(found) == len(answers) - 1
+    known = expected(answers)
+    for key, reward, advantage in found:
+        assert (reward, advantage) == pytest.approx(known[answers[int(key)].prompt.key], abs=1e-12)
+
+
+def test_lint_and_stats_read_them(answers: list[Drawn], tmp_path: Path) -> None:
+    """As a policy's run does; a plain test split beside them is asked as ever."""
+    path = write(tmp_path / "d", answers)
+    bad = [answers[0].changed(prompt_token_ids=[1, 2]), *answers[1:]]
+    other = write(tmp_path / "bad", bad)
+    values = run_settings(tmp_path, data__train=path, data__test=str(SHARD))
+    values |= {"objective": {"name": "policy"}}
+    recipe = write_recipe(tmp_path / "r.yaml", values)
+    model = ("--model", str(TINY_MODEL))
+    for arguments, code, said in (
+        (("lint", "--recipe", str(recipe)), 0, "no fault"),
+        (("lint", other, *model), 1, "another prompt than this encoder's"),
+        (("lint", other, *model, "--objective", "sft"), 0, "no fault"),
+        (("lint", str(SHARD), *model), 0, "no fault"),
+        (("lint", str(SHARD), *model, "--objective", "policy"), 1, "has no 'rollout'"),
+        (("stats", path, *model, "--objective", "policy"), 0, f"{len(answers)}, 0 of them refused"),
+        (("stats", str(SHARD), *model, "--objective", "policy"), 1, "has no 'rollout'"),
+    ):
+        result = CliRunner().invoke(app, ["data", *arguments, "--index-dir", str(tmp_path / "i")])
+        assert result.exit_code == code, (arguments, result.output)
+        assert said in " ".join(result.output.split()), (arguments, result.output)
 
 
 def test_the_same_name_twice_is_refused(answers: list[Drawn], tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from vlmpack.cli.options import (
 from vlmpack.cli.progress import BytesBar, size_text
 from vlmpack.errors import RecipeError, VlmpackError
 from vlmpack.file_format import AUDIT
-from vlmpack.recipe.objective import LEARN_PAIRS
+from vlmpack.recipe.objective import LEARN_PAIRS, LEARN_ROLLOUTS
 from vlmpack.recipe.sources import Share, as_share
 from vlmpack.terminal import open_console, say
 from vlmpack.whole_file import write_atomically
@@ -59,7 +59,7 @@ def stats(
     learn: Annotated[
         Literal["all_turns", "last_turn", "each_answer"], option("stats.learn")
     ] = "all_turns",
-    objective: Annotated[Literal["sft", "dpo"], option("stats.objective")] = "sft",
+    objective: Annotated[Literal["sft", "dpo", "policy"], option("stats.objective")] = "sft",
     validation: Annotated[str | None, option("stats.validation")] = None,
     as_json: AsJson = False,
     given: ReadOptions = AS_USUAL,
@@ -75,7 +75,8 @@ def stats(
     if model is None and learn != "all_turns":
         raise RecipeError(f"--learn {learn}: needs --model, whose template says what is learnt")
     reading = open_reading(source, None, given)
-    encoder = reading.encoder(model, learn=learn, pairs=pairs)
+    drawn = objective in LEARN_ROLLOUTS
+    encoder = reading.encoder(model, learn=learn, pairs=pairs, rollouts=drawn)
     notes: list[str] = []
     if encoder is not None:
         from vlmpack.encode.template_notes import template_notes
@@ -183,7 +184,7 @@ def lint(
     recipe: RecipeOption = None,
     model: Annotated[Path | None, option("lint.model")] = None,
     processes: Processes = None,
-    objective: Annotated[Literal["sft", "dpo"] | None, option("lint.objective")] = None,
+    objective: Annotated[Literal["sft", "dpo", "policy"] | None, option("lint.objective")] = None,
     as_json: AsJson = False,
     given: ReadOptions = AS_USUAL,
 ) -> None:
@@ -196,6 +197,8 @@ def lint(
     refuses_pairs = reading.objective not in (None, *LEARN_PAIRS)
     encoder = reading.encoder(model)
     pair_encoder = None if encoder is None or refuses_pairs else encoder.replace(pairs=True)
+    learns_drawn = encoder is not None and reading.objective in (None, *LEARN_ROLLOUTS)
+    rollout_encoder = encoder.replace(rollouts=True) if encoder and learns_drawn else None
     preload: tuple[str, ...] = ()
     if encoder is not None:
         from vlmpack.build.worker_server import WORKER_PRELOAD
@@ -218,6 +221,8 @@ def lint(
         index_dir=reading.index_folder(given.index_dir),
         pair_encoder=pair_encoder,
         paired=reading.paired,
+        rollout_encoder=rollout_encoder,
+        drawn=reading.drawn,
         refuse_pairs=refuses_pairs,
         limits=limits,
         refuse_long=data is not None and data.over_long == "error",

@@ -57,7 +57,7 @@ class Reading:
         caps: limits of one sample.
         recipe: where one was given.
         objective: `objective.name` of the recipe or the option; None where neither is given.
-        paired: paths of those that the objective takes its pairs from.
+        paired, drawn: paths of those that the objective takes its pairs or rollouts from.
         splits: name of a split -> its paths, `train` last; all are of `train` where they are named.
     """
 
@@ -67,6 +67,7 @@ class Reading:
     recipe: Recipe | None
     objective: str | None = None
     paired: frozenset[str] = frozenset()
+    drawn: frozenset[str] = frozenset()
     splits: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
@@ -92,8 +93,9 @@ class Reading:
             return None
         chosen = EncoderSettings() if recipe is None else encoder_settings(recipe)
         # Each record is measured by itself, whatever rows are made of it.
-        alone = {"max_image_pixels": self.caps.max_image_pixels, "pairs": False}
-        encoder = Encoder(model, replace(chosen, **{**alone, "share_prefix": False, **settings}))
+        alone: dict[str, Any] = dict.fromkeys(("pairs", "rollouts", "share_prefix"), False)
+        alone["max_image_pixels"] = self.caps.max_image_pixels
+        encoder = Encoder(model, replace(chosen, **{**alone, **settings}))
         encoder.load()
         return encoder
 
@@ -128,7 +130,7 @@ def open_reading(
     """
     from vlmpack.data.files.form import FormOptions
     from vlmpack.data.shards.naming import SampleCaps
-    from vlmpack.recipe.objective import LEARN_PAIRS
+    from vlmpack.recipe.objective import LEARN_PAIRS, LEARN_ROLLOUTS
 
     if recipe is not None and objective is not None:
         raise RecipeError(
@@ -158,7 +160,7 @@ def open_reading(
         )
         found = _named(shards, options, fetcher, caps)
         held = {"train": [shard.path for shard in found]}
-        if loaded is not None and objective in LEARN_PAIRS:
+        if loaded is not None and objective in LEARN_PAIRS | LEARN_ROLLOUTS:
             questions = _asked_questions(loaded, fetcher)
     elif loaded is not None:
         splits = _all_splits(loaded, fetcher, caps)
@@ -168,10 +170,12 @@ def open_reading(
         questions = [shard for shard in found if shard.path not in trained]
     else:
         raise RecipeError("SHARDS: names no shard; give a path, or --recipe")
-    paired = frozenset[str]()
-    if objective in LEARN_PAIRS:
-        paired = frozenset(shard.path for shard in found) - {shard.path for shard in questions}
-    return Reading(tuple(found), fetcher, caps, loaded, objective, paired, held)
+    own = {shard.path for shard in found} - {shard.path for shard in questions}
+    paired, drawn = (
+        frozenset(own if objective in learners else ())
+        for learners in (LEARN_PAIRS, LEARN_ROLLOUTS)
+    )
+    return Reading(tuple(found), fetcher, caps, loaded, objective, paired, drawn, held)
 
 
 def _open_recipe(recipe: Path | None, storage: Sequence[str]) -> tuple[Recipe | None, Fetcher]:

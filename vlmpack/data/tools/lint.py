@@ -95,6 +95,9 @@ class LintOne:
         index_dir: where index parts lie that shards are compared with; none is made.
         pair_encoder: of records that are pairs; None where they are refused.
         paired: paths of shards where every record must be a pair.
+        rollout_encoder: of records that have the tokens of a rollout; None where they are read as
+            conversations.
+        drawn: paths of shards where every record must be one.
         refuse_pairs: whether a pair is a fault, with or without an encoder.
         limits: path of a shard -> what one sample of it may have, with an encoder; none where no
             run would look.
@@ -108,6 +111,8 @@ class LintOne:
     index_dir: Path | None = None
     pair_encoder: Encoder | None = None
     paired: frozenset[str] = frozenset()
+    rollout_encoder: Encoder | None = None
+    drawn: frozenset[str] = frozenset()
     refuse_pairs: bool = False
     limits: Mapping[str, SampleLimits] = field(default_factory=dict)
     refuse_long: bool = False
@@ -212,6 +217,9 @@ class LintOne:
             encoder = self.encoder
             if self.pair_encoder is not None and (sample.answers or raw.shard in self.paired):
                 encoder = self.pair_encoder
+            is_drawn = sample.rollout is not None and bool(sample.rollout.token_ids)
+            if self.rollout_encoder is not None and (is_drawn or raw.shard in self.drawn):
+                encoder = self.rollout_encoder
             if encoder is not None:
                 sizes = [oriented_size(i.width, i.height, i.orientation) for i in row.images]
                 length = encoder.length(sample, sizes)
