@@ -56,8 +56,9 @@ def test_the_documented_record_is_read() -> None:
 
 
 def test_groups_are_told_apart_by_digest() -> None:
-    digests = {rollout_of(rollout(group=f"g{n}")).group_digest for n in range(1000)}
-    assert len(digests) == 1000
+    names = [*(f"g{n}" for n in range(1000)), "half of a pair: \ud800"]
+    digests = {rollout_of(rollout(group=name)).group_digest for name in names}
+    assert len(digests) == len(names)
     assert all(-(1 << 63) <= digest < 1 << 63 for digest in digests)
 
 
@@ -75,6 +76,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt_token_ids": None}, "rollout.prompt_token_ids is missing beside rollout.token_ids"),
     ({"reward": "1"}, "rollout.reward is '1'; expected a number"),
     ({"reward": None}, "rollout.reward is missing; expected a number"),
+    ({"reward": 10**400}, "rollout.reward is an int; expected a number"),
+    ({"log_probs": [-(10**400)] * 3}, r"rollout.log_probs\[0\] is an int; expected"),
     ({"reward": float("inf")}, "rollout.reward is inf; expected a number"),
     ({"rewards": {"exact": None, "box": "x"}}, "rollout.rewards.box is 'x'; expected a number"),
     ({"group": 3}, "rollout.group is 3; expected a text"),

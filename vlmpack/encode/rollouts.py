@@ -17,16 +17,13 @@ drawn from, so `reading_of` decides by how it was drawn what it serves for:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from vlmpack.errors import DataError, schema_error
 from vlmpack.words import kind_of
-
-T = TypeVar("T")
 
 LogProbs = Literal["raw", "after_temperature", "processed"]
 """What log-probabilities are of. `raw` is of the model's logits, `after_temperature` of these over
@@ -37,7 +34,6 @@ Reading = Literal["exact", "truncated", "raw"]
 READINGS: tuple[Reading, ...] = get_args(Reading)
 MOST_IDS = 1 << 20
 """Tokens of an answer, or of its prompt, that are read at most."""
-LARGEST = (1 << 63) - 1
 ROUNDING = 1e-3
 """Log-probabilities may lie so much above 0, where a server has summed rounded probabilities."""
 
@@ -97,7 +93,9 @@ class Rollout:
     @property
     def group_digest(self) -> int:
         """64 bits that stand for the group."""
-        return int.from_bytes(blake2b(self.group.encode(), digest_size=8).digest(), signed=True)
+        return int.from_bytes(
+            blake2b(self.group.encode(errors="surrogatepass"), digest_size=8).digest(), signed=True
+        )
 
     def document(self) -> dict[str, Any]:
         """As a record has it."""
@@ -116,19 +114,23 @@ def rollout_of(value: object) -> Rollout | None:
     if value is None or value == "":
         return None
     given = _object(value, "rollout", _KEYS)
-    said = _object(given.get("sampling"), "rollout.sampling", _SAMPLING_KEYS)
+    said = _object(given.get("sampling"), "rollout.sampling", (*_SAMPLING,))
+    if said.get("top_k") == -1:  # no limit, as vLLM and SGLang say it
+        said["top_k"] = 0
+    needed = ("temperature", "log_probs")
+    values: dict[str, Any] = {name: _list(given, name, kind) for name, kind in _LISTS.items()}
+    values |= {name: _read(given, name, "rollout", kind) for name, kind in _FIELDS.items()}
     rollout = Rollout(
-        token_ids=_ids(given, "token_ids"),
-        log_probs=_log_probs(given),
-        prompt_token_ids=_ids(given, "prompt_token_ids"),
-        reward=_number(given, "reward", "rollout"),
-        rewards=_named(given, "rewards", _number),
-        group=_text(given, "group", "rollout"),
-        number=_whole(given, "number", "rollout"),
-        policy_version=_whole(given, "policy_version", "rollout"),
-        sampling=_sampling(said),
-        finish=_one_of(given, "finish", "rollout", get_args(Finish)),
-        server=_named(given, "server", _text, ("name", "version")),
+        **values,
+        rewards=_named(given, "rewards", _NUMBER),
+        server=_named(given, "server", _TEXT, ("name", "version")),
+        sampling=Sampling(
+            **{
+                name: _read(said, name, "rollout.sampling", kind)
+                for name, kind in _SAMPLING.items()
+                if name in said or name in needed
+            }
+        ),
     )
     counts = [len(rollout.token_ids), len(rollout.log_probs)]
     if counts[0] != counts[1]:
@@ -191,10 +193,59 @@ def refuse_reading(reading: Reading, *, old: str, correction: str) -> DataError 
 
 
 _KEYS = tuple(Rollout.__dataclass_fields__)
-_SAMPLING_KEYS = tuple(Sampling.__dataclass_fields__)
 
 
-def _object(value: object, where: str, known: tuple[str, ...] = ()) -> Mapping[str, Any]:
+class _Kind(NamedTuple):
+    """Values of one kind, what they are called, and what is kept of one."""
+
+    fits: Callable[[Any], bool]
+    expected: str
+    make: Callable[[Any], Any] = lambda value: value
+
+
+def _number(low: float, high: float, expected: str) -> _Kind:
+    return _Kind(lambda value: type(value) in _NUMBERS and low <= value <= high, expected, float)
+
+
+def _whole(high: int, expected: str) -> _Kind:
+    return _Kind(lambda value: type(value) is int and 0 <= value <= high, expected)
+
+
+def _one_of(names: tuple[str, ...]) -> _Kind:
+    return _Kind(lambda value: value in names, " or ".join(names))
+
+
+_NUMBERS = (int, float)
+_HIGH = 1e100
+_TEXT = _Kind(lambda value: isinstance(value, str) and value != "", "a text")
+_NUMBER = _number(-_HIGH, _HIGH, "a number")
+_COUNT = _whole((1 << 63) - 1, "a whole number from 0")
+_ID = _whole((1 << 31) - 1, "the id of a token")
+_FIELDS: Mapping[str, _Kind] = {
+    "reward": _NUMBER,
+    "group": _TEXT,
+    "number": _COUNT,
+    "policy_version": _COUNT,
+    "finish": _one_of(get_args(Finish)),
+}
+_LISTS: Mapping[str, _Kind] = {
+    "token_ids": _ID,
+    "log_probs": _number(-_HIGH, ROUNDING, "a log-probability, a number of at most 0"),
+    "prompt_token_ids": _ID,
+}
+_SAMPLING: Mapping[str, _Kind] = {
+    "temperature": _number(0, _HIGH, "a number from 0"),
+    "top_p": _number(0, 1, "a number from 0 to 1"),
+    "top_k": _COUNT,
+    "min_p": _number(0, 1, "a number from 0 to 1"),
+    "repetition_penalty": _number(0, _HIGH, "a number from 0"),
+    "presence_penalty": _NUMBER,
+    "frequency_penalty": _NUMBER,
+    "log_probs": _one_of(get_args(LogProbs)),
+}
+
+
+def _object(value: object, where: str, known: tuple[str, ...] = ()) -> dict[str, Any]:
     """The keys of an object that have a value; all are known where no names are given."""
     if not isinstance(value, dict):
         raise schema_error(f"{where} is {kind_of(value)}; expected an object")
@@ -204,107 +255,36 @@ def _object(value: object, where: str, known: tuple[str, ...] = ()) -> Mapping[s
     return {key: item for key, item in value.items() if item is not None}
 
 
+def _read(given: Mapping[str, Any], name: str, where: str, kind: _Kind) -> Any:
+    return _checked(given.get(name), f"{where}.{name}", kind)
+
+
+def _checked(value: object, where: str, kind: _Kind) -> Any:
+    if not kind.fits(value):
+        short = isinstance(value, int | float | str) and len(str(value)[:61]) <= 60
+        found = repr(value) if short else kind_of(value)
+        raise schema_error(f"{where} is {found}; expected {kind.expected}")
+    return kind.make(value)
+
+
 def _named(
-    given: Mapping[str, Any],
-    name: str,
-    read: Callable[[Mapping[str, Any], str, str], T],
-    known: tuple[str, ...] = (),
-) -> dict[str, T]:
-    """What an object that may be left out holds, each read alike."""
+    given: Mapping[str, Any], name: str, kind: _Kind, known: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """What an object that may be left out holds."""
     where = f"rollout.{name}"
-    values = _object(given[name], where, known) if name in given else {}
-    return {key: read(values, key, where) for key in values}
+    values = _object(given.get(name, {}), where, known)
+    return {key: _read(values, key, where, kind) for key in values}
 
 
-def _found(value: object) -> str:
-    """A value in words: what it is, and a number or short text itself."""
-    short = isinstance(value, int | float) or (isinstance(value, str) and len(value) <= 60)
-    return repr(value) if short else kind_of(value)
+def _list(given: Mapping[str, Any], name: str, kind: _Kind) -> tuple[Any, ...]:
+    values = _checked(given.get(name, []), f"rollout.{name}", _LIST)
+    wrong = next((place for place, value in enumerate(values) if not kind.fits(value)), None)
+    if wrong is not None:
+        _checked(values[wrong], f"rollout.{name}[{wrong}]", kind)
+    return tuple(map(kind.make, values))
 
 
-def _text(given: Mapping[str, Any], name: str, where: str) -> str:
-    value = given.get(name)
-    if not isinstance(value, str) or not value:
-        raise schema_error(f"{where}.{name} is {_found(value)}; expected a text")
-    return value
-
-
-def _one_of(given: Mapping[str, Any], name: str, where: str, known: tuple[str, ...]) -> Any:
-    value = given.get(name)
-    if value not in known:
-        raise schema_error(f"{where}.{name} is {_found(value)}; expected {' or '.join(known)}")
-    return value
-
-
-def _number(given: Mapping[str, Any], name: str, where: str) -> float:
-    value: Any = given.get(name)
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise schema_error(f"{where}.{name} is {_found(value)}; expected a number")
-    return float(value)
-
-
-def _whole(given: Mapping[str, Any], name: str, where: str) -> int:
-    value = given.get(name)
-    if type(value) is not int or not 0 <= value <= LARGEST:
-        raise schema_error(f"{where}.{name} is {_found(value)}; expected a whole number from 0")
-    return value
-
-
-def _list(given: Mapping[str, Any], name: str) -> list[Any]:
-    value = given.get(name, [])
-    if not isinstance(value, list):
-        raise schema_error(f"rollout.{name} is {_found(value)}; expected a list")
-    if len(value) > MOST_IDS:
-        raise schema_error(
-            f"rollout.{name} has {len(value):,} entries; at most {MOST_IDS:,} are read"
-        )
-    return value
-
-
-def _ids(given: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    ids = _list(given, name)
-    for place, token in enumerate(ids):
-        if type(token) is not int or not 0 <= token < 1 << 31:
-            raise schema_error(
-                f"rollout.{name}[{place}] is {_found(token)}; expected the id of a token"
-            )
-    return tuple(ids)
-
-
-def _log_probs(given: Mapping[str, Any]) -> tuple[float, ...]:
-    values = _list(given, "log_probs")
-    for place, value in enumerate(values):
-        if type(value) not in (int, float) or not -math.inf < value <= ROUNDING:
-            raise schema_error(
-                f"rollout.log_probs[{place}] is {_found(value)}; expected a log-probability, a "
-                "number of at most 0"
-            )
-    return tuple(map(float, values))
-
-
-_BOUNDS: Mapping[str, tuple[float, float]] = {
-    "temperature": (0, math.inf),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (0, math.inf),
-    "presence_penalty": (-math.inf, math.inf),
-    "frequency_penalty": (-math.inf, math.inf),
-}
-"""What is drawn by -> the least and the largest value."""
-
-
-def _sampling(said: Mapping[str, Any]) -> Sampling:
-    where = "rollout.sampling"
-    # vLLM and SGLang say -1 for no limit, too.
-    given = said if said.get("top_k") != -1 else {**said, "top_k": 0}
-    names = [name for name in _BOUNDS if name in given or name == "temperature"]
-    numbers: dict[str, Any] = {name: _number(given, name, where) for name in names}
-    for name, value in numbers.items():
-        low, high = _BOUNDS[name]
-        if not low <= value <= high:
-            bounds = f"from {low}" if high == math.inf else f"from {low} to {high}"
-            raise schema_error(f"{where}.{name} is {value}; expected a number {bounds}")
-    if "top_k" in given:
-        numbers["top_k"] = _whole(given, "top_k", where)
-    log_probs = _one_of(given, "log_probs", where, get_args(LogProbs))
-    return Sampling(log_probs=log_probs, **numbers)
+_LIST = _Kind(
+    lambda value: isinstance(value, list) and len(value) <= MOST_IDS,
+    f"a list of at most {MOST_IDS:,} entries",
+)
