@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.recipes import run_settings
+from support.recipes import run_settings, write_recipe
 from support.rollout_records import drawn_answers, write_drawn
 from support.rollouts import literal_log_p
 from support.shards import SHARD, TINY_MODEL
-from support.whole_runs import audited
+from support.whole_runs import audited, finetune_in_ranks
 
 import vlmpack
 from vlmpack.api import resolve, run_recipe
@@ -107,6 +107,24 @@ def test_the_same_rows_in_other_modes_train_the_same(shard: Path, tmp_path: Path
     for name in modes:
         assert found[name] == pytest.approx(found["rows"], rel=1e-4, abs=1e-6)
     assert found["rows"][1] > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{}, {"parallelism__context": 2}], ids=["data", "context"])
+def test_two_processes_train_the_same(shard: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Ranks with rows of their own, or that share each row; groups lie over both."""
+    one = settings(tmp_path / "one", shard)
+    run_recipe(resolve(one, {}))
+    two = settings(tmp_path / "two", shard, **layout)
+    done = finetune_in_ranks(write_recipe(tmp_path / "r.yaml", two), processes=2)
+    assert done.returncode == 0, done.stderr
+    same = ("step", "num_tokens", "num_label_tokens", "num_samples", "reward", "without_advantage")
+    for ours, theirs in zip(metrics_of(two), metrics_of(one), strict=True):
+        assert [ours[name] for name in same] == [theirs[name] for name in same]
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+        # Advantages are of order 1 and cancel, so the loss is as exact as its largest terms.
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-6)
+        assert ours["ratio"] == pytest.approx(theirs["ratio"], rel=1e-5)
 
 
 @pytest.mark.slow
