@@ -151,9 +151,10 @@ class TrainData:
         self.kept: dict[str, KeptTable] = {}
         self.outcomes: Outcomes | None = None
         if self.dataset.encoder.settings.rollouts:
-            columns = self.fitted.table.rollouts
+            fitted, scale = self.fitted, self.config.objective.advantage_scale
+            columns = fitted.table.rollouts
             assert columns is not None  # of every table that such an encoder has measured
-            self.outcomes = Outcomes.of(columns, self.config.objective.advantage_scale)
+            self.outcomes = Outcomes.of(columns, scale, fitted.eligible)
             self.kept["advantages"] = self.outcomes.advantages[:, None]
             self.kept["rewards"] = self.outcomes.rewards[:, None]
         self._sources = self.config.data.places_of(self.config.sources)

@@ -65,7 +65,8 @@ def columns(rows: list[tuple[int, float, int, int]]) -> RolloutColumns:
 def test_outcomes_are_counted() -> None:
     rows = [(1, 0.5, 0, 0), (1, 1.5, 1, 0), (2, 3.0, 0, 0), (3, -1.0, 0, 0), (3, -1.0, 1, 0)]
     unread = (0, 0.0, NONE, 0)
-    found = Outcomes.of(columns([unread, *rows, unread]), "none")
+    whole = np.ones(7, dtype=np.bool_)
+    found = Outcomes.of(columns([unread, *rows, unread]), "none", whole)
     assert found.advantages.tolist() == [0, -0.5, 0.5, 0, 0, 0, 0]
     assert found.rewards[1:-1].tolist() == [0.5, 1.5, 3.0, -1.0, -1.0]
     assert np.isnan(found.rewards[[0, -1]]).all()
@@ -78,7 +79,11 @@ def test_outcomes_are_counted() -> None:
     }
     assert "5 answers in 3 groups. 1 are alone in theirs and 2 in one of equal" in found.words
     assert "40.0% of the answers" in found.words
-    assert Outcomes.of(columns([unread]), "std").num_answers == 0
+    assert Outcomes.of(columns([unread]), "std", whole[:1]).num_answers == 0
+    part = np.array([True, True, False, False, True, True, True])
+    held = Outcomes.of(columns([unread, *rows, unread]), "none", part)
+    assert held.advantages.tolist() == found.advantages.tolist(), "all rewards of a group count"
+    assert [*held.counts.values()] == [3, 2, 0, 2, 1]
 
 
 def test_names_are_unique() -> None:

@@ -20,6 +20,7 @@ from vlmpack.data.index.columns_file import Int64s, Numbers
 from vlmpack.encode.rollouts import READINGS, Rollout, reading_of
 from vlmpack.errors import DataError
 
+Bools = npt.NDArray[np.bool_]
 Float64s = npt.NDArray[np.float64]
 
 NONE = -1
@@ -59,9 +60,9 @@ class RolloutColumns:
     otherwise: Numbers
 
     @property
-    def known(self) -> npt.NDArray[np.bool_]:
+    def known(self) -> Bools:
         """(N,) bool, the samples whose draw is known."""
-        known: npt.NDArray[np.bool_] = self.numbers[:] != NONE
+        known: Bools = self.numbers[:] != NONE
         return known
 
     def repeated(self) -> tuple[int, int] | None:
@@ -82,7 +83,7 @@ class Outcomes:
 
     Args:
         rewards, advantages: (N,) float64; NaN and 0 where nothing is known.
-        num_answers, num_groups: of which something is known.
+        num_answers, num_groups: of the split, of which something is known.
         num_alone: answers that are alone in their group.
         num_equal: answers of the other groups without a difference.
         num_otherwise: answers whose text the tokenizer would write with other tokens.
@@ -97,8 +98,14 @@ class Outcomes:
     num_otherwise: int
 
     @classmethod
-    def of(cls, columns: RolloutColumns, scale: Literal["std", "none"]) -> Outcomes:
-        """The outcomes of all samples, those that cannot be read included."""
+    def of(
+        cls, columns: RolloutColumns, scale: Literal["std", "none"], eligible: Bools
+    ) -> Outcomes:
+        """The outcomes of all samples, those that cannot be read included.
+
+        Args:
+            eligible: (N,) bool, the samples of the split, which are counted.
+        """
         known = columns.known
         rewards = np.where(known, columns.reward_bits[:].view(np.float64), np.nan)
         advantages = np.zeros(known.shape[0])
@@ -106,14 +113,15 @@ class Outcomes:
         advantages[known] = advantages_of(groups, own, scale)
         _, place, sizes = np.unique(groups, return_inverse=True, return_counts=True)
         is_alone, is_equal = sizes[place] == 1, _spread(place, own, sizes.size)[place] == 0
+        counted = eligible[known]
         return cls(
             rewards=rewards,
             advantages=advantages,
-            num_answers=own.size,
-            num_groups=sizes.size,
-            num_alone=int(is_alone.sum()),
-            num_equal=int((is_equal & ~is_alone).sum()),
-            num_otherwise=int(columns.otherwise[:][known].sum()),
+            num_answers=int(counted.sum()),
+            num_groups=np.unique(place[counted]).size,
+            num_alone=int((is_alone & counted).sum()),
+            num_equal=int((is_equal & ~is_alone & counted).sum()),
+            num_otherwise=int(columns.otherwise[:][known & eligible].sum()),
         )
 
     @property
