@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from support.families import tiny_family_folder
 from support.shard_fakes import image_bytes
 from support.shards import TINY_MODEL, mixed_samples
 
@@ -54,8 +56,13 @@ def encoded_by(encoder: Encoder, rank: int | None, size: int, *, sizes=None) -> 
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_shares_together_are_the_row_of_one_process(encoder, decoded, size: int) -> None:
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_onevision"])
+def test_the_shares_together_are_the_row_of_one_process(
+    name: str, tmp_path: Path, decoded, size: int
+) -> None:
+    """The second family shows an image in more detail that is its sample's only one."""
+    encoder = Encoder(tiny_family_folder(name, tmp_path))
     whole = [encoder.encode(sample.cooked()) for sample in mixed_samples()]
     row = pack_batch_sequences(whole, pad_token_id=0)
     files = [data for sample in mixed_samples() for data in sample.images]

@@ -27,7 +27,7 @@ from vlmpack.families.base import Clip, Family, ImageLayout, ImageRule, VideoRul
 from vlmpack.limits import MAX_CLIP_PIXELS
 from vlmpack.packing import Media
 from vlmpack.packing.batch import ImageOwners
-from vlmpack.packing.image_owners import SampleOwners
+from vlmpack.packing.image_owners import SampleOwners, select_images
 from vlmpack.packing.media import concatenate_media
 from vlmpack.recipe.data import ImagesSection
 from vlmpack.whole_file import read_json
@@ -188,15 +188,26 @@ class SampleImages:
                 still += frames
                 continue
             if still:
-                made.append(rules.images.preprocess(still))
+                made.append(self._stills(rules.images, still))
                 still = []
             assert rules.videos is not None
             video = rules.videos.preprocess(frames, clip)
             step = rules.videos.layout(*frames[0].size, clip).seconds
             made.append(replace(video, seconds=(step,)))
         if still:
-            made.append(rules.images.preprocess(still))
+            made.append(self._stills(rules.images, still))
         return made[0] if len(made) == 1 else concatenate_media(made)
+
+    def _stills(self, rule: ImageRule, images: Sequence[Image.Image]) -> Media:
+        """Their pixels. A sample's only image may be shown in more detail, so one image of several
+        is made beside another."""
+        if len(images) == 1 < len(self.items):
+            alone, among = (rule.layout(*images[0].size, num) for num in (1, len(self.items)))
+            if alone != among:
+                made = select_images(rule.preprocess([*images] * 2), [0])
+                assert made is not None
+                return made
+        return rule.preprocess(images)
 
 
 def seconds_of(layouts: Sequence[ImageLayout]) -> tuple[float | None, ...] | None:
