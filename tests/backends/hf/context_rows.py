@@ -149,6 +149,24 @@ def forgotten_boundary() -> AbstractContextManager[Any]:
     return patch.object(PackedBatch, "packed_seq_params", joined)
 
 
+def joined_keys() -> AbstractContextManager[Any]:
+    """The last rank of the ring does not see where the first sample of a row ends in its own
+    keys."""
+    usual = ring.RingRow.sight
+
+    def sight(self: Any, reader: int, owner: int, window: int | None) -> ring.Sight:
+        if not reader == owner == self.group.size() - 1 or len(self.lengths) < 2:
+            return usual(self, reader, owner, window)
+        cut = (sum(self.lengths),) if self.by_row else self.lengths
+        slots = ring.zigzag_index(cut, rank=reader, size=self.group.size())
+        lengths = torch.tensor(self.lengths)
+        starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        starts[: sum(self.lengths[:2])] = 0
+        return ring.Sight.of(slots, slots, starts, window, self.device)
+
+    return patch.object(ring.RingRow, "sight", sight)
+
+
 def other_channels() -> AbstractContextManager[Any]:
     """The weights of each rank's channels and heads are its neighbour's."""
     usual = shared.HeadExchange.own
@@ -207,11 +225,16 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "owner's part": owners_part,
     "twice": twice,
     "forgotten boundary": forgotten_boundary,
+    "joined keys": joined_keys,
     "skipped block": skipped_block,
     "other blocks": other_blocks,
     "no mask": no_mask,
     "by segments": by_segments,
 }
+
+
+LEAKING = ("forgotten boundary", "joined keys")
+"""Faults by which a segment sees another."""
 
 
 def leaks(engine: Any, row: Any) -> list[float]:
@@ -255,9 +278,8 @@ def main(folder: Path, size: int, sharding: str, models: Path, cases: list[str])
             with patch.object(traffic_module, "SMALL", 0), Traffic(counted) as traffic:
                 loss, ours = gradients(engine, rows)
             text = next(row for row in rows if len(row.keys) > 1 and row.media is None)
-            seen = (
-                leaks(engine, text) if sharding == "none" and fault in ("", "by segments") else []
-            )
+            looked = fault in ("", "by segments", *LEAKING)
+            seen = leaks(engine, text) if sharding == "none" and looked else []
         by_ring = torch.tensor(float(traffic.bytes["CP ring", "send"]))
         by_ring = ranks.sum_over_world(by_ring) / ranks.dp_size
         if ranks.is_main:

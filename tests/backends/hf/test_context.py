@@ -37,7 +37,9 @@ FAULTY = (
 )
 RINGS = ("llama@1", "qwen2_5_vl@1", "mistral3@1", "gemma3_text@1", "qwen3_5@1")
 """Without exchange of heads. The third and fourth have layers with windows, the last has state."""
-FAULTY_RINGS = tuple(f"llama@1+{fault}" for fault in ("skipped block", "other blocks", "no mask"))
+FAULTY_RINGS = tuple(
+    f"llama@1+{fault}" for fault in ("skipped block", "other blocks", "no mask", "joined keys")
+)
 
 
 def family_of(case: str) -> str:
@@ -224,6 +226,16 @@ def check_leaks(found: dict[str, Any], *, routed: bool) -> None:
 @pytest.mark.parametrize("name", [*FAMILIES, *STRANGERS])
 def test_no_segment_sees_another_in_two(in_two: dict[str, Any], name: str) -> None:
     check_leaks(in_two[name], routed=name in {*ROUTED, "ernie4_5_vl_moe"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [case for case in (*FAULTY, *FAULTY_RINGS) if case.partition("+")[2] in context_rows.LEAKING],
+)
+def test_a_leak_is_found(in_two: dict[str, Any], case: str) -> None:
+    *others, _ = in_two[case]["leaks"]
+    assert max(others) > 0.001
 
 
 @pytest.mark.slow
