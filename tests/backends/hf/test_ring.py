@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 from types import SimpleNamespace
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from attention.test_prefix_calls import Plain
@@ -24,7 +26,7 @@ from vlmpack.backends.hf.ring import (
 )
 from vlmpack.forecast.communication import StepRows, traffic_figures
 from vlmpack.forecast.parameters import read_sizes
-from vlmpack.packing import PackedSeqParams, zigzag_index
+from vlmpack.packing import CostModel, PackedSeqParams, balance, zigzag_index
 from vlmpack.recipe.schema import ModelSection, ParallelismSection
 
 ROWS = ((96,), (16, 64, 32, 16), (8, 8, 8, 8, 8, 8), (16,) * 3 + (48,), (128, 16))
@@ -257,3 +259,33 @@ def test_each_cut_is_chosen_where_it_ends_earlier() -> None:
     chosen = {cuts_by_row(lengths, size=4, slot=2_000.0) for lengths in rows}
     assert chosen == {False, True}
     assert slowest_of_mean(rows[-1:], 4, 285.0, by_row=True) > 1.25  # one cut alone does not do
+
+
+@pytest.mark.parametrize(
+    ("size", "slot", "more"),
+    [(2, 285.0, 1e-3), (4, 285.0, 1e-3), (8, 285.0, 1e-3), (8, 1143.0, 0.02)],
+)
+def test_the_cost_model_deals_rows_by_what_a_ring_computes(size, slot, more) -> None:
+    """Squared lengths leave out what no segment crosses, and so does a ring. Eight replicas that
+    get their rows by these wait no longer than if the ring's own cost had dealt them."""
+    cost = CostModel(per_token=6 * 7e9, per_squared_length=6 * 36 * 4096)  # of an 8B model
+    rows = random_rows(size)[:192]
+    tokens, squares = (np.array([sum(n**of for n in row) for row in rows]) for of in (1, 2))
+    counted = cost(tokens, squares, 0 * tokens).sum(axis=1)
+    slowest = [
+        max(cells + slot * read for cells, read in work_of_ranks(row, size=size, by_row=by_row))
+        for row in rows
+        for by_row in [cuts_by_row(row, size=size, slot=slot)]
+    ]
+    on_ring = cost.per_token * tokens + cost.per_squared_length * 2 * size * np.array(slowest)
+
+    def waits(by: npt.NDArray[np.float64]) -> float:
+        """The slowest replica over the mean, on average over global batches of 16 rows."""
+        batches = zip(by.reshape(-1, 16), on_ring.reshape(-1, 16), strict=True)
+        loads = [whole[balance(one, 8)].sum(axis=1) for one, whole in batches]
+        return float(np.mean([load.max() / load.mean() for load in loads]))
+
+    assert waits(counted) <= waits(on_ring) + more
+    assert (
+        waits(cost.per_token * tokens + cost.per_squared_length * tokens**2) > waits(on_ring) + 0.03
+    )
