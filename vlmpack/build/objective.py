@@ -26,7 +26,7 @@ class ObjectiveSpec:
     """The minimised objective, and its settings.
 
     Args:
-        dropout_seed: of the adapters' dropout; None where they have none.
+        seed: of what layers draw, in adapters and models that do.
         sentinel: makes the sentinel of an engine; None for none.
     """
 
@@ -34,7 +34,7 @@ class ObjectiveSpec:
     own: Objective | None
     sources: tuple[str, ...]
     optim: OptimSection
-    dropout_seed: int | None
+    seed: int
     reference_folder: Path
     sentinel: Callable[..., Sentinel] | None = None
 
@@ -55,7 +55,7 @@ def objective_spec(recipe: Recipe, extensions: Extensions = NO_EXTENSIONS) -> Ob
         own=extensions.objective,
         sources=recipe.data.source_names,
         optim=recipe.optim,
-        dropout_seed=recipe.training.seed if recipe.trainable.drops() else None,
+        seed=training.seed,
         reference_folder=RunDir(Path(recipe.run_dir)).reference if folder is None else Path(folder),
         sentinel=sentinel,
     )
@@ -73,7 +73,7 @@ def build_stepper(
         max_grad_norm=spec.optim.max_grad_norm,
         ranks=ranks,
         check=TrainabilityCheck(engine, ranks),
-        dropout_seed=spec.dropout_seed,
+        dropout_seed=spec.seed if engine.draws else None,
         reference=without_adapters if in_step else None,
         sentinel=None if spec.sentinel is None else spec.sentinel(engine=engine),
     )

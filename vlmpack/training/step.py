@@ -167,7 +167,7 @@ class Stepper:
     Args:
         max_grad_norm: global norm to clip to; None for no clipping.
         check: looks at the first steps of a launch; None for no look.
-        dropout_seed: of the adapters' dropout; None where they have none.
+        dropout_seed: of what layers draw; None where they draw nothing.
         reference: gives batches of pairs their reference in each step; None where they come with
             it, or need none.
         start: looks at the first step of a run of pairs; None for no look.
