@@ -13,6 +13,7 @@ import vlmpack
 
 NAMES = [
     "Callback",
+    "Drawing",
     "Encoder",
     "Event",
     "ExtensionError",
@@ -29,14 +30,15 @@ NAMES = [
     "pack_padded_batch",
     "packed_model",
     "replay",
+    "sample",
     "vlm_step",
 ]
 
 SIGNATURES = {
     "Encoder": "(folder, settings=EncoderSettings(loss_on='assistant', learn='all_turns',"
-    " pairs=False, share_prefix=False, max_image_pixels=50000000, budget=ImagesSection("
-    "min_pixels=None, max_pixels=None, max_tiles=None), date=None, chat_template_kwargs=None,"
-    " special_tokens=None, coordinates=None, boxes_in_text='keep'))",
+    " pairs=False, rollouts=False, share_prefix=False, max_image_pixels=50000000,"
+    " budget=ImagesSection(min_pixels=None, max_pixels=None, max_tiles=None), date=None,"
+    " chat_template_kwargs=None, special_tokens=None, coordinates=None, boxes_in_text='keep'))",
     "encode_sample": "(encoder, record, images=None, *, key='sample')",
     "finetune": "(recipe, *, sources=None, objective=None, metrics=None, callbacks=(),"
     " **overrides)",

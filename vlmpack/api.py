@@ -23,8 +23,10 @@ from vlmpack.words import raised
 
 if TYPE_CHECKING:
     from vlmpack.build.extensions import Extensions
+    from vlmpack.encode import Encoder
     from vlmpack.run.replay import Replay
     from vlmpack.run.sample import Drawing, SampleResult
+    from vlmpack.run.servers import Server
     from vlmpack.training.objective import Objective, TokenSums
     from vlmpack.training.run_dir import RunDir
 
@@ -175,6 +177,7 @@ def sample(
     *,
     rewards: Mapping[str, Callable[..., Any]] | Sequence[str],
     drawing: Drawing | None = None,
+    server: Server | None = None,
     sources: Mapping[str, Any] | None = None,
     on_prompts: Callable[[int], None] = lambda count: None,
     **overrides: Any,
@@ -188,6 +191,8 @@ def sample(
             shapes) to a number, or None where it has nothing to count; or names of metrics. A
             record's reward is the sum.
         drawing: what is drawn and how, a `vlmpack.Drawing`; None for its defaults.
+        server: to draw from, a `vlmpack.run.servers.Server`; None for transformers' own generation
+            in this process.
         sources: as of `finetune`.
         on_prompts: told how many more prompts are done.
         overrides: fields of the recipe to change, `__` for the dot.
@@ -207,7 +212,14 @@ def sample(
         on_prompts=on_prompts,
     )
     resolved, extensions = extensions_of(resolve(recipe, overrides), sources=sources)
-    return sample_recipe(resolved, order, extensions=extensions)
+    if server is None:
+        return sample_recipe(resolved, order, extensions=extensions)
+    from vlmpack.run.servers import Served
+
+    def served(encoder: Encoder) -> Served:
+        return Served(server, resolved.data.storage, order.drawing, encoder)
+
+    return sample_recipe(resolved, order, served, extensions)
 
 
 def resolve(

@@ -87,8 +87,8 @@ def test_wherever_it_broke_off_it_ends_with_the_same_file(loaded, prompts, whole
     lines = (whole / "drawn.jsonl").read_bytes()
     header = lines.index(b"\n") + 1
     starts = [at + 1 for at, byte in enumerate(lines[:-1]) if byte == 10]
-    cuts = random.Random(0).sample(range(header, len(lines)), 4)
-    for cut in [header, starts[2], starts[3] - 1, *cuts]:
+    cuts = random.Random(0).sample(range(header, len(lines)), 2)
+    for cut in [starts[2], starts[3] - 1, *cuts]:
         out = tmp_path / str(cut)
         shutil.copytree(whole / "images", out / "images")
         (out / "drawn.jsonl").write_bytes(lines[:cut])

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from vlmpack.evaluation.rollouts import Form
 
 
+LogProbsName = Literal["raw", "after_temperature", "processed"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawOptions:
     """How answers are drawn; named as the fields of `vlmpack.Drawing`."""
@@ -33,7 +36,20 @@ class DrawOptions:
     batch_size: Annotated[int, option("sample.batch_size")] = 16
 
 
-@takes(DrawOptions)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerOptions:
+    """What answers are drawn by, if not in this process."""
+
+    server: Annotated[str | None, option("sample.server")] = None
+    server_key: Annotated[str | None, option("sample.server_key")] = None
+    server_log_probs: Annotated[LogProbsName | None, option("sample.server_log_probs")] = None
+    concurrency: Annotated[int, option("sample.concurrency")] = 8
+
+
+DEFAULT_DRAW, DEFAULT_SERVER = DrawOptions(), ServerOptions()
+
+
+@takes(DrawOptions, ServerOptions)
 def sample(
     recipe: RecipePath,
     out: Annotated[Path, option("sample.out")],
@@ -42,7 +58,8 @@ def sample(
     answers: Annotated[int | None, option("sample.answers", show_default="4")] = None,
     best_of: Annotated[int | None, option("sample.best_of")] = None,
     pairs: Annotated[bool, option("sample.pairs")] = False,
-    draw: DrawOptions = DrawOptions(),
+    draw: DrawOptions = DEFAULT_DRAW,
+    asked: ServerOptions = DEFAULT_SERVER,
 ) -> None:
     """Draw answers to the prompts of a recipe, and keep them with what they earn. Records are
     rollouts, conversations (--best-of) or pairs (--pairs). If it was stopped, the same command goes
@@ -60,6 +77,16 @@ def sample(
     from vlmpack.api import sample as draw_answers
     from vlmpack.run.sample import Drawing
 
+    server = None
+    if asked.server is not None:
+        from vlmpack.run.servers import Server
+
+        server = Server(
+            url=asked.server,
+            key_variable=asked.server_key,
+            log_probs=asked.server_log_probs,
+            concurrency=asked.concurrency,
+        )
     drawing = Drawing(answers=best_of or answers or 4, form=form, **asdict(draw))
     ACTIVITY.enter_alone("opening model and data")
     with BytesBar("drawing answers", draw.max_prompts) as bar:
@@ -68,6 +95,7 @@ def sample(
             out,
             rewards=reward or (),
             drawing=drawing,
+            server=server,
             on_prompts=lambda count: bar.advance(units=count),
         )
     equal = f"; all earned the same at {counted(result.equal, 'prompt')}" if result.equal else ""

@@ -72,7 +72,7 @@ SPLITS: Mapping[str, SplitKey] = {
 }
 BATCHES_TOGETHER = 8
 """Batches of a part, so that prompts of similar lengths share one."""
-_ANY_SIZE = SampleCaps(max_image_pixels=1 << 62)
+ANY_SIZE = SampleCaps(max_image_pixels=1 << 62)
 _PART = re.compile(rb'\{"part": (\d+), ')
 
 
@@ -400,7 +400,7 @@ def _keep_images(images: Sequence[bytes], folder: Path) -> list[str]:
     names = []
     for data in images:
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-        kind = image_facts(data, "image", _ANY_SIZE).format.lower()
+        kind = image_facts(data, "image", ANY_SIZE).format.lower()
         names.append(f"images/{digest}.{kind}")
         if not (folder / names[-1]).exists():
             write_atomically(folder / names[-1], data)

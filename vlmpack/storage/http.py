@@ -16,7 +16,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC
 from email.utils import parsedate_to_datetime
@@ -47,7 +47,7 @@ _SAFE = "/%:@!$&'()*+,;=~-._"
 _HOST = re.compile(r"[A-Za-z0-9._~-]{1,253}|[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,32})?")
 _SECONDS = re.compile(r"[0-9]{1,9}")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e\xa0-\xff]*")
-Method = Literal["GET", "HEAD"]
+Method = Literal["GET", "HEAD", "POST"]
 
 
 class Connection(http.client.HTTPConnection):
@@ -197,6 +197,8 @@ class HttpClient:
         *,
         follow: bool = True,
         named: str | None = None,
+        body: bytes | None = None,
+        check: Callable[[Answer], None] | None = None,
     ) -> Answer:
         """The answer to a request, after its redirects.
 
@@ -205,6 +207,8 @@ class HttpClient:
             headers: `Authorization` goes to the first host only.
             follow: whether redirects to other hosts are followed; those within one always are.
             named: the address that the recipe names, where `url` is a redirect of its server.
+            body: sent with a POST.
+            check: raises for an answer that is none; by default that of shards.
 
         Raises:
             Refused: the host, a redirect or the answer does not allow it.
@@ -214,10 +218,10 @@ class HttpClient:
         sent = dict(headers)
         host = _place(url if named is None else named)[1]
         for _ in range(MAX_REDIRECTS + 1):
-            answer = self._ask(method, url, sent, is_named=_place(url)[1] == host)
+            answer = self._ask(method, url, sent, body, is_named=_place(url)[1] == host)
             try:
                 if answer.status not in _REDIRECTS:
-                    _check(answer)
+                    (check or check_status)(answer)
                     return answer
                 target = redirected(url, answer.headers)
                 elsewhere = _place(target) != _place(url)
@@ -255,7 +259,13 @@ class HttpClient:
         self.close()
 
     def _ask(
-        self, method: Method, url: str, headers: Mapping[str, str], *, is_named: bool
+        self,
+        method: Method,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        *,
+        is_named: bool,
     ) -> Answer:
         parts = urlsplit(url)
         target = quote(parts.path or "/", safe=_SAFE)
@@ -271,7 +281,7 @@ class HttpClient:
             was_used = connection.was_used
             try:
                 connection.start(deadline)
-                connection.request(method, target, headers=sent)
+                connection.request(method, target, body, sent)
                 response = connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
@@ -355,8 +365,12 @@ def _check_headers(headers: Mapping[str, str]) -> None:
             )
 
 
-def _check(answer: Answer) -> None:
-    """Whether the answer has the shard's bytes."""
+def check_status(answer: Answer) -> None:
+    """Whether the answer has the shard's bytes.
+
+    Raises:
+        Refused, Changed, Transient: it has not.
+    """
     status = answer.status
     if status in (200, 206):
         encoding = answer.headers.get("content-encoding", "identity")
