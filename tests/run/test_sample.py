@@ -291,6 +291,28 @@ def test_the_command_refuses_two_forms(questions, tmp_path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("form", ["rollouts", "best", "pairs"])
+def test_a_run_trains_on_what_was_drawn(loaded, prompts, whole, tmp_path, form) -> None:
+    """In the first step the model has the sampler's log-probabilities, so every ratio is 1."""
+    out = tmp_path / "drawn"
+    shutil.copytree(whole, out)
+    file = drawn(loaded, prompts, out, form=form).file
+    of_form = {
+        "rollouts": {"objective__name": "policy", "objective__old": "sampler"},
+        "best": {},
+        "pairs": {"objective__name": "dpo"},
+    }[form]
+    settings = run_settings(
+        tmp_path, data__train=str(file), data__validation=None, training__max_steps=1
+    )
+    result = vlmpack.finetune(settings, evaluation__interval_steps=None, **of_form)
+    row = lines_of(result.run_dir / "metrics.jsonl")[0]
+    if form == "rollouts":
+        assert abs(row["ratio"] - 1) < 1e-5 and row["num_samples"] == 4
+    assert result.steps == 1
+
+
+@pytest.mark.slow
 def test_a_killed_process_goes_on(questions, tmp_path) -> None:
     def command(out: Path) -> list[str]:
         given = ["-o", str(out), "--reward", "exact", "--batch-size", "1", "-n", "5"]

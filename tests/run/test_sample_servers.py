@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.recipes import run_settings, write_recipe
 from support.shards import SHARD, read_shard
+from typer.testing import CliRunner
 
+from vlmpack.cli.app import app
 from vlmpack.encode import Encoder
 from vlmpack.errors import VlmpackError
 from vlmpack.evaluation.generation import Asked
@@ -315,6 +318,23 @@ def test_only_the_named_host_may_be_private(prompts, encoder) -> None:
     client = Client(Server(url="http://127.0.0.1:1"), STORAGE)
     assert client._storage.allows_private("127.0.0.1")
     assert not client._storage.allows_private("10.0.0.1")
+
+
+def test_the_command_asks_a_server(prompts, encoder, tmp_path) -> None:
+    settings = run_settings(tmp_path, data__train=str(SHARD), data__validation=None)
+    recipe = str(write_recipe(tmp_path / "recipe.yaml", settings))
+    words = ["sample", recipe, "-o", str(tmp_path / "out"), "--reward", "contains", "-n", "2"]
+    words += ["--max-prompts", "5", "evaluation.interval_steps=null"]
+    with standing_in("vllm", prompts, encoder) as server:
+        given = ["--server", server.url, "--server-log-probs", "processed", "--concurrency", "2"]
+        ended = CliRunner().invoke(app, [*words, *given])
+        assert ended.exit_code == 0, (ended.exception, ended.output)
+        assert "10 answers to 5 prompts" in ended.output
+        assert len(server.seen) == 10
+    [first, *_] = (tmp_path / "out/rollouts.jsonl").read_text().splitlines()
+    rollout = json.loads(first)["rollout"]
+    assert rollout["server"] == {"name": "vllm", "version": "0.33.0"}
+    assert rollout["sampling"]["log_probs"] == "processed"
 
 
 def test_another_server_is_named(prompts, encoder) -> None:

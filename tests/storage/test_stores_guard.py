@@ -188,9 +188,11 @@ def test_redirects_to_private_addresses_need_the_switch(monkeypatch: pytest.Monk
 
     real = HttpClient._ask
 
-    def ask(self, method, url, headers, *, is_named):
+    def ask(self, method, url, headers, body, *, is_named):
         asked.append(url)
-        return Public() if len(asked) == 1 else real(self, method, url, headers, is_named=is_named)
+        if len(asked) == 1:
+            return Public()
+        return real(self, method, url, headers, body, is_named=is_named)
 
     monkeypatch.setattr(HttpClient, "_ask", ask)
     with pytest.raises(Refused, match="allow_private"):
