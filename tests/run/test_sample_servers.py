@@ -337,6 +337,16 @@ def test_the_command_asks_a_server(prompts, encoder, tmp_path) -> None:
     assert rollout["sampling"]["log_probs"] == "processed"
 
 
+def test_a_truncation_without_its_values_is_noted(prompts, encoder, caplog) -> None:
+    cut = Drawing(top_k=5)
+    with standing_in("sglang", prompts, encoder) as server:
+        Served(Server(url=server.url, log_probs="processed"), STORAGE, cut, encoder)
+        Served(Server(url=server.url), STORAGE, DRAWING, encoder)
+        assert "truncation" not in caplog.text
+        Served(Server(url=server.url), STORAGE, cut, encoder)
+    assert "with a truncation" in caplog.text and "these are after_temperature" in caplog.text
+
+
 def test_another_server_is_named(prompts, encoder) -> None:
     with (
         standing_in("none", prompts, encoder) as server,

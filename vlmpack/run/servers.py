@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ from vlmpack.run.sample import ANY_SIZE, Drawing, Prompt
 from vlmpack.storage.http import Answer, HttpClient, check_status
 from vlmpack.storage.transport import Refused, StoreFault, Transient, Tries
 from vlmpack.whole_file import parse_small_json, read_json
+
+logger = logging.getLogger("vlmpack")
 
 MOST_BYTES = 64 << 20
 """The largest answer that is read."""
@@ -282,6 +285,13 @@ class Served:
         self._kind, version = found_kind(self._client)
         self.server = {"name": self._kind.name, "version": version}
         self.log_probs: LogProbs = server.log_probs or self._kind.log_probs
+        if drawing.truncates and self.log_probs != "processed":
+            logger.warning(
+                "note: with a truncation, objective.name: policy takes log-probabilities after it "
+                "alone (--server-log-probs processed), and these are %s; best answers and pairs "
+                "need none",
+                self.log_probs,
+            )
         self._drawing, self._encoder = drawing, encoder
         self._concurrency = server.concurrency
         self._ends = _end_tokens(encoder)
