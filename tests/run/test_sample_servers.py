@@ -106,6 +106,7 @@ def drawn_of(seed: int) -> tuple[list[int], list[float]]:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = 1 << 16  # headers and body in one packet
     server: StandIn
 
     def log_message(self, *_: object) -> None:

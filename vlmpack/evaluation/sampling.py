@@ -6,7 +6,7 @@
 The u of an answer come from (seed, round, digest of the prompt, number of the sample) alone. So an
 answer does not depend on the others of its batch, nor on their order. Logits do, in their last
 bits: a matrix product of another shape rounds otherwise. Another token is drawn only where u lies
-that close to a border, in float32 about once in 100,000 tokens.
+that close to a border.
 
 Shape letters: B answers of a batch, V entries of the vocabulary.
 """
