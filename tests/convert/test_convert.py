@@ -148,7 +148,7 @@ def test_what_means_something_elsewhere_is_no_less_refused_in_a_column(
         pq.write_table(pa.Table.from_pylist(rows), source)
     report = run(source, tmp_path / "out", images, skip_bad=True)
     [skipped] = report.skipped
-    assert "the record has 'kto_tag': rewards" in skipped.reason
+    assert "the record has 'kto_tag': an answer with a reward" in skipped.reason
     assert report.samples == 1
 
 
