@@ -401,7 +401,7 @@ class _Slots:
         return values
 
     def own_temperatures(self) -> Tensor | None:
-        """Of `own_labels`, what their logits are divided by; None for nothing."""
+        """What the logits of `own_labels` are divided by; None for nothing."""
         if self.rollouts is None or self.rollouts.temperatures is None:
             return None
         assert self.label_sequences is not None

@@ -66,7 +66,7 @@ Row = tuple[float, ...]
 tokens of a rollout."""
 
 Rows = np.ndarray[tuple[int], np.dtype[np.void]]
-"""Of dtype `_ROW` or `_TOKEN`."""
+"""Their dtype is `_ROW` or `_TOKEN`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +337,7 @@ def make_reference(
 
 
 def _rows_of(micro: MicroBatch, values: Sequence[float]) -> Iterator[Row]:
-    """Of each sample its number and its log-probabilities."""
+    """The number of each sample, and its log-probabilities."""
     batch = micro.batch
     if batch.rollouts is None:
         counts = [2 for _ in micro.samples]
