@@ -64,7 +64,10 @@ def found(model: ModelSection, layout: Layout, room: int, **bound: int) -> Longe
             forms=forms_on(torch.device("cuda"), model, captured=False),
         )
 
-    return longest_row(model, layout, own, room, estimate, **bound)
+    def most_patches(patches: int) -> int:
+        return min(patches, bound.get("max_patches", patches))
+
+    return longest_row(model, layout, own, room, estimate, most_patches=most_patches)
 
 
 @pytest.mark.parametrize("backend", ["hf", "mcore"])

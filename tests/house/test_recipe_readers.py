@@ -17,6 +17,7 @@ ANY_FILE = ("recipe", "build", "cli")
 
 DOORS = {
     "api.py": "runs a recipe that a program hands over",
+    "forecast/longest.py": "takes the recipe's layouts one after the other",
     "forecast/measure.py": "measures runs of a recipe, as it is and changed",
     "forecast/open.py": "opens a recipe to plan its run",
     "proof/rows/opening.py": "opens a recipe to look at one of its rows",
@@ -27,6 +28,7 @@ DOORS = {
     "run/place.py": "compares a recipe with that of the run folder",
     "run/reference.py": "opens a recipe to compute its reference",
     "run/replay.py": "opens the recipe of a dump's run once more",
+    "run/sample.py": "opens a recipe to draw answers to its prompts",
 }
 """File -> why a recipe is handed to it."""
 

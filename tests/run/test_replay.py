@@ -153,7 +153,7 @@ def test_a_damaged_reference_is_made_again_beside_the_run(
     with caplog.at_level("WARNING", "vlmpack"):
         found = vlmpack.replay(dump_of(run, 2))
     assert found.trained == 1 and found.loss_off == 0.0 and found.same_rows
-    assert "is damaged; its pairs are computed again" in caplog.text
+    assert "is damaged; its samples are computed again" in caplog.text
     assert state_of(run) == before, "nothing of the run has changed"
 
 

@@ -128,6 +128,10 @@ class PackingMode(ABC):
         """The most that one sample may have. `data.over_long` decides about others."""
         return SampleLimits(seq_length, self.budget.max_patches)
 
+    def most_patches(self, patches: int) -> int:
+        """So many vision patches, or fewer where a row may have no more."""
+        return min(patches, self.budget.max_patches or patches)
+
     @abstractmethod
     def cut(self, split: Uncut) -> Cutting:
         """The packer of a split and its window size. Settings that the recipe leaves open are

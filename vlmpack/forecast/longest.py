@@ -65,22 +65,21 @@ def longest_row(
     room: int,
     estimate: Estimate,
     *,
-    max_patches: int | None = None,
+    most_patches: Callable[[int], int],
 ) -> LongestRow:
     """The longest row whose estimate fits `SHARE` of the room, by bisection. Of 0 tokens where none
     does; its bytes are then those of the shortest.
 
     Args:
         model: its dtype resolved. Under `auto` the least recomputation that fits is taken.
-        own: its patches for each token are those of the row, up to `max_patches`.
+        own: its patches for each token are those of the row, as `most_patches` bounds them.
         room: bytes of a GPU.
     """
 
     def row_of(steps: int) -> LargestMicroBatch:
         tokens = steps * layout.step
         patches = ceil(tokens * own.max_row_patches / max(1, own.max_row_slots))
-        most = patches if max_patches is None else min(patches, max_patches)
-        return LargestMicroBatch(own.micro_batch_size, tokens, most)
+        return LargestMicroBatch(own.micro_batch_size, tokens, most_patches(patches))
 
     def held(steps: int) -> tuple[ModelSection, MemoryFigures]:
         row = row_of(steps)

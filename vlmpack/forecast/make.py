@@ -296,13 +296,13 @@ def _memory(
         room, where = torch.cuda.mem_get_info()[0], "what is free on the GPU here"
     if not room:
         room, where = ASSUMED_GIB << 30, "an assumed GPU (model.memory_gib says another)"
-    patches = inputs.packing.max_vision_patches
+    patches = inputs.config.mode.most_patches
     longest = LongestRows(
         room=round(SHARE * room),
         where=f"{SHARE:.0%} of the {sized(room)} of {where}",
         own=split.context,
         rows=tuple(
-            longest_row(model, layout, row, room, estimate, max_patches=patches)
+            longest_row(model, layout, row, room, estimate, most_patches=patches)
             for layout in inputs.layouts
         ),
     )

@@ -164,7 +164,7 @@ def largest_micro_batch(train: TrainData) -> LargestMicroBatch:
     if mode.facts.plans_rows:
         slots = mode.budget.max_tokens
         dense = ceil(slots * densest)
-        return LargestMicroBatch(1, slots, min(dense, mode.budget.max_patches or dense))
+        return LargestMicroBatch(1, slots, mode.most_patches(dense))
     if not count:
         return LargestMicroBatch(micro, 0, 0)
     drawn = np.random.default_rng(0).integers(count, size=(DRAWN, micro))
