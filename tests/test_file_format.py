@@ -30,6 +30,7 @@ from vlmpack.proof.verify import gate
 from vlmpack.report.run_files import read_run
 from vlmpack.run.card import card_of
 from vlmpack.run.replay import read_dump
+from vlmpack.run.sample import _Parts
 from vlmpack.training.checkpoint import CheckpointReader, find_damage
 from vlmpack.training.model_watch import ModelRecord
 from vlmpack.training.record import read_launches
@@ -103,6 +104,12 @@ def reference(folder: Path, old: object) -> str:
     return raised(ReferenceFile(folder, {}, 1).read)
 
 
+def rollouts(folder: Path, old: object) -> str:
+    """Answers of a sampling that broke off."""
+    path = written(folder, "drawn.part", json.dumps(old) + "\n")
+    return raised(lambda: _Parts.at(path, {}))
+
+
 def run(folder: Path, old: object) -> str:
     written(folder, "identity.json", old)
     return raised(RunDir(folder).recorded_identity) + raised(lambda: read_run(folder))
@@ -170,6 +177,7 @@ OLD: list[tuple[str, Callable[..., str], object]] = [
     ("DATA_STATE", data_state, {"version": 1, "epoch": 0, "segments": []}),
     ("MODEL_RECORD", model_record, {"version": 1, "check": "0"}),
     *(("REFERENCE", reference, {"version": number, "facts": {}}) for number in (1, 2)),
+    ("ROLLOUTS", rollouts, {"seed": 0}),
     ("RUN", run, {"optim.lr": 0.1}),
     ("RESULT", result, {"steps": 1, "digit_accuracy_after": 0.5}),
     ("SAMPLE_RECORD", record, {"launch": 1, "start": 0, "dp": 1, "state": {}}),
