@@ -11,7 +11,7 @@ from support.shards import ROOT
 
 MOST_TIES = 45.0
 """Per 1,000 lines of code. Where one idea lies in several files, they import each other's names."""
-MOST_MODULES, MOST_CODE_LINES = 447, 69_450
+MOST_MODULES, MOST_CODE_LINES = 447, 69_448
 """A change that adds lines moves the second by as many, in the commit that adds them."""
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from support.runs import relative_l2
+from torch import Tensor
 
 from vlmpack.backends.hf.engine import HFEngine
 from vlmpack.backends.policy import (
@@ -12,6 +17,7 @@ from vlmpack.backends.policy import (
 from vlmpack.build.engine import resolved_compute
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
+from vlmpack.packing import Batch
 from vlmpack.recipe.schema import ModelSection, ParallelismSection, Recomputed
 from vlmpack.recipe.trainable import LoraSection, Mode, OptimSection, TrainableSection
 from vlmpack.training.objective import SFT, Objective
@@ -112,3 +118,24 @@ def make_stepper(
         ranks=engine.ranks,
         check=TrainabilityCheck(engine, engine.ranks) if check else None,
     )
+
+
+def take_step(
+    engine: Any, objective: Objective, batches: Sequence[Batch]
+) -> tuple[float, dict[str, Tensor], Mapping[str, float]]:
+    """(loss, gradients, totals) of one step, whose weights stay. A validation has the same loss."""
+    stepper = make_stepper(engine, objective=objective, max_grad_norm=None)
+    stepper.schedule = lambda step: 0.0
+    sums, _ = stepper.train(0, batches, num_skipped=0, stop=False)
+    found = {name: parameter.grad.clone() for name, parameter in engine.parameters()}
+    engine.zero_gradients()
+    evaluated = stepper.evaluate(batches).loss
+    assert sums.loss is not None and evaluated is not None
+    assert math.isclose(evaluated, sums.loss, rel_tol=1e-13)
+    return sums.loss, found, sums.totals
+
+
+def worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """The largest relative L2 distance of a parameter's gradient from the wanted one."""
+    assert found.keys() == wanted.keys()
+    return max(relative_l2(found[name], wanted[name]) for name in wanted)

@@ -11,9 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 from support.doubles import stock_double, use_double
-from support.engines import make_engine, make_stepper
+from support.engines import make_engine, take_step, worst
 from support.rollouts import drawn_groups, literal_log_p, literal_loss, noise_around
-from support.runs import relative_l2
 from support.shards import TINY_MODEL
 
 from vlmpack.encode import Encoder
@@ -115,20 +114,10 @@ def literal(case):
     return of
 
 
-def take_step(engine, objective, batches):
+def reported_step(engine, objective, batches):
     """(loss, report, gradients) of one step, whose weights stay."""
-    stepper = make_stepper(engine, objective=objective, max_grad_norm=None)
-    stepper.schedule = lambda step: 0.0
-    sums, _ = stepper.train(0, batches, num_skipped=0, stop=False)
-    found = {name: parameter.grad.clone() for name, parameter in engine.parameters()}
-    engine.zero_gradients()
-    assert stepper.evaluate(batches).loss == pytest.approx(sums.loss, rel=1e-12)
-    return sums.loss, objective.reported(sums.totals), found
-
-
-def worst(found, wanted):
-    assert found.keys() == wanted.keys()
-    return max(relative_l2(found[name], wanted[name]) for name in wanted)
+    loss, found, totals = take_step(engine, objective, batches)
+    return loss, objective.reported(totals), found
 
 
 def far_off(found, wanted):
@@ -146,7 +135,9 @@ def far_off(found, wanted):
 def test_loss_report_and_gradients_are_the_literal_ones(variant, layout, engine, case, literal):
     loss, report, gradients = literal(variant)
     collate, rows = LAYOUTS[layout]
-    value, said, found = take_step(engine, policy(VARIANTS[variant]), case.batches(collate, rows))
+    value, said, found = reported_step(
+        engine, policy(VARIANTS[variant]), case.batches(collate, rows)
+    )
     assert value == pytest.approx(loss, abs=1e-10)
     assert worst(found, gradients) < 1e-10
     assert min(float(each.norm()) for each in gradients.values()) > 1e-9, "each is trained"
@@ -182,7 +173,7 @@ def test_temperatures_divide_where_they_are_not_1(engine, case, literal):
         else batch
         for batch in batches
     ]
-    *_, found = take_step(engine, policy(VARIANTS["dapo"]), undivided)
+    *_, found = reported_step(engine, policy(VARIANTS["dapo"]), undivided)
     assert far_off(found, gradients) > 0.01
 
 
@@ -192,7 +183,7 @@ def test_raw_values_at_another_temperature_correct_nothing(variant, engine, poli
     samples = drawn_groups(policy_encoder, ((5, 9),), temperatures=(0.7,), is_raw=True)
     raw = Case(policy_encoder, samples, is_raw=True)
     loss, report, gradients = raw.literal(VARIANTS[variant])
-    value, said, found = take_step(
+    value, said, found = reported_step(
         engine, policy(VARIANTS[variant]), raw.batches(PACKED, ((1, 0),))
     )
     assert value == pytest.approx(loss, abs=1e-10)
@@ -218,7 +209,7 @@ def test_a_thousand_answers_that_no_tokenizer_would_write(variant, engine, polic
     loss, _, gradients = many.literal(VARIANTS[variant])
     numbers = draw.sample(range(1000), 1000)
     rows = [tuple(numbers[at : at + 25]) for at in range(0, 1000, 25)]
-    value, _, found = take_step(engine, policy(VARIANTS[variant]), many.batches(PACKED, rows))
+    value, _, found = reported_step(engine, policy(VARIANTS[variant]), many.batches(PACKED, rows))
     assert value == pytest.approx(loss, abs=1e-10)
     assert worst(found, gradients) < 1e-10
 
@@ -274,7 +265,7 @@ WRONG = {
 def test_what_is_wrong_is_found(wrong, engine, case, literal):
     _, _, gradients = literal("truncated")
     batches = WRONG[wrong](case.batches(*LAYOUTS["rows over groups"]), case)
-    *_, found = take_step(engine, policy(VARIANTS["truncated"]), batches)
+    *_, found = reported_step(engine, policy(VARIANTS["truncated"]), batches)
     assert far_off(found, gradients) > 0.01
 
 
@@ -288,7 +279,7 @@ def test_a_mean_of_means_is_found(engine, case, literal):
         return {name: value / count for name, value in objective.sums(losses, batch).items()}
 
     rows = case.batches(*LAYOUTS["rows over groups"])
-    *_, found = take_step(engine, replace(objective, sums=sums), rows)
+    *_, found = reported_step(engine, replace(objective, sums=sums), rows)
     lengths = [
         torch.cat([g.flatten() for g in all_.values()]).norm() for all_ in (gradients, found)
     ]
@@ -310,7 +301,7 @@ def test_rows_without_what_the_loss_needs_are_refused(engine, case):
         (alone, "found a rollout without the reference model's log-probabilities"),
     ):
         with pytest.raises(ObjectiveError, match=said):
-            take_step(engine, policy(VARIANTS["grpo"]), [given])
+            reported_step(engine, policy(VARIANTS["grpo"]), [given])
 
 
 def test_without_an_old_policy_the_step_is_its_own(engine, case, literal):
@@ -322,7 +313,7 @@ def test_without_an_old_policy_the_step_is_its_own(engine, case, literal):
     loss, _, gradients = case_now.literal(VARIANTS["dapo"])
     forget = columns(lambda rollouts: replace(rollouts, old=None))
     batches = forget(case.batches(*LAYOUTS["rows over groups"]), case)
-    value, said, found = take_step(engine, policy(VARIANTS["dapo"]), batches)
+    value, said, found = reported_step(engine, policy(VARIANTS["dapo"]), batches)
     assert said["ratio"] == 1 and said["clipped"] == 0
     assert value == pytest.approx(loss, abs=1e-10)
     assert worst(found, gradients) < 1e-10

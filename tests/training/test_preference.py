@@ -13,9 +13,8 @@ from typing import ClassVar
 import pytest
 import torch
 from support.doubles import stock_double, stock_log_p, stock_loss, use_double
-from support.engines import make_engine, make_stepper
+from support.engines import make_engine, make_stepper, take_step, worst
 from support.pairs import cooked_pair, raw_pairs
-from support.runs import relative_l2
 from support.shards import TINY_MODEL
 
 from vlmpack.encode import Encoder
@@ -103,22 +102,6 @@ def batches_of(layout, pairs, reference):
         places = [2 * place + k for place in row for k in (0, 1)]
         batches.append(replace(batch, reference=reference[places]))
     return batches
-
-
-def take_step(engine, objective, batches):
-    """(loss, gradients, totals) of one step, whose weights stay."""
-    stepper = make_stepper(engine, objective=objective, max_grad_norm=None)
-    stepper.schedule = lambda step: 0.0
-    sums, _ = stepper.train(0, batches, num_skipped=0, stop=False)
-    found = {name: parameter.grad.clone() for name, parameter in engine.parameters()}
-    engine.zero_gradients()
-    assert stepper.evaluate(batches).loss == pytest.approx(sums.loss, rel=1e-13)
-    return sums.loss, found, sums.totals
-
-
-def worst(found, wanted):
-    assert found.keys() == wanted.keys()
-    return max(relative_l2(found[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

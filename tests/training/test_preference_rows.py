@@ -13,9 +13,8 @@ from itertools import accumulate
 import pytest
 import torch
 from support.doubles import stock_double, stock_log_p, use_double
-from support.engines import make_engine, make_stepper
+from support.engines import make_engine, take_step, worst
 from support.pairs import cooked_pair, raw_pairs
-from support.runs import relative_l2
 from support.shards import TINY_MODEL, RawSample, read_shard
 
 from vlmpack.backends.cross_entropy import linear_cross_entropy
@@ -63,17 +62,7 @@ def with_reference(batch, seed=0):
 
 def gradients(engine, batch):
     """By name, of one step on a row; the weights stay."""
-    stepper = make_stepper(engine, objective=dpo(DPO), max_grad_norm=None)
-    stepper.schedule = lambda step: 0.0
-    stepper.train(0, [batch], num_skipped=0, stop=False)
-    found = {name: parameter.grad.clone() for name, parameter in engine.parameters()}
-    engine.zero_gradients()
-    return found
-
-
-def worst(found, wanted):
-    assert found.keys() == wanted.keys()
-    return max(relative_l2(found[name], wanted[name]) for name in wanted)
+    return take_step(engine, dpo(DPO), [batch])[1]
 
 
 def log_p_of(engine, batch):

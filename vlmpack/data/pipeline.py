@@ -66,8 +66,8 @@ answers earned is (samples, 1) float64."""
 
 
 @dataclass(frozen=True, slots=True)
-class PairColumns:
-    """Adds both to a micro-batch.
+class SampleColumns:
+    """Adds to a micro-batch what is known of its samples besides their tokens.
 
     Args:
         sources: of each source of the split, its place among the recipe's names; empty with one
@@ -332,7 +332,7 @@ class TrainData:
 
         try:
             split = self.split
-            columns = self._pair_columns(split.sources, split.places)
+            columns = self._sample_columns(split.sources, split.places)
             with closing(self._start_steps(requests(), replica, columns, ahead=True)) as steps:
                 yield None
                 for micro_batches in steps:
@@ -354,7 +354,7 @@ class TrainData:
             DataError: a bad sample whose class is not skipped.
         """
         numbers = self.fitted.eligible.nonzero()[0][:max_samples].tolist()
-        columns = self._pair_columns(self.fitted.table.sources, lambda numbers: numbers)
+        columns = self._sample_columns(self.fitted.table.sources, lambda numbers: numbers)
         steps = self._start_steps(self._one_by_one(numbers, rank, dp), replica, columns)
         for micro_batch in chain.from_iterable(steps):
             if replica.is_lead:
@@ -388,17 +388,17 @@ class TrainData:
         self,
         steps: Steps,
         replica: Ranks,
-        columns: PairColumns | None = None,
+        columns: SampleColumns | None = None,
         *,
         ahead: bool = False,
     ) -> Generator[list[MicroBatch]]:
         start = partial(start_steps, self.dataset, steps, self.config.data, self.config.workers)
         return start(replica, add_columns=columns, ahead=ahead)
 
-    def _pair_columns(
+    def _sample_columns(
         self, source_of: Callable[[Int64s], Int64s], place_of: Callable[[Int64s], Int64s]
-    ) -> PairColumns:
-        return PairColumns(self._sources, source_of, self.kept, place_of)
+    ) -> SampleColumns:
+        return SampleColumns(self._sources, source_of, self.kept, place_of)
 
     def _one_by_one(
         self, numbers: Sequence[int], rank: int, dp: int, together: int | None = None
@@ -444,7 +444,7 @@ class TrainData:
         loaded = self.dataset[self.request((number,))]
         if isinstance(loaded, SkippedSample):
             raise loaded.to_error()
-        return self._pair_columns(self.split.sources, self.split.places)(loaded)
+        return self._sample_columns(self.split.sources, self.split.places)(loaded)
 
     def request(self, samples: Bin) -> BinRequest:
         """What a worker needs to load a bin of the plan."""

@@ -14,8 +14,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from vlmpack.encode.rollouts import LogProbs, Rollout, Sampling
 from vlmpack.encode.sample import ImagePart, Message, TextPart, VideoPart
 from vlmpack.errors import ExtensionError, VlmpackError, schema_error
 from vlmpack.evaluation.metrics import METRICS, Metric
@@ -26,9 +27,6 @@ from vlmpack.words import kind_of, raised, unfit_signature
 
 Reward = Callable[[Prediction], float | None]
 """What an answer earns; None where the question has nothing that it could count."""
-LogProbs = Literal["raw", "after_temperature", "processed"]
-"""Which distribution log-probabilities are of: of the model, of its logits over the temperature, or
-of what is left of that after truncation."""
 Form = Literal["rollouts", "best", "pairs"]
 FILES: Mapping[Form, str] = {each: f"{each}.jsonl" for each in ("rollouts", "best", "pairs")}
 NAMED: Mapping[str, Metric] = {"exact": METRICS["exact_match"], **METRICS}
@@ -118,19 +116,19 @@ class Facts:
         rewards: Mapping[str, float],
     ) -> dict[str, Any]:
         """The value of a record's `rollout`."""
-        return {
-            "token_ids": list(answer.token_ids),
-            "log_probs": list(answer.log_probs),
-            "prompt_token_ids": list(prompt),
-            "reward": sum(rewards.values()),
-            "rewards": dict(rewards),
-            "group": group,
-            "number": number,
-            "policy_version": self.policy_version,
-            "sampling": {**self.sampling, "log_probs": self.log_probs},
-            "finish": answer.finish,
-            "server": dict(self.server),
-        }
+        return Rollout(
+            token_ids=answer.token_ids,
+            log_probs=answer.log_probs,
+            prompt_token_ids=tuple(prompt),
+            reward=sum(rewards.values()),
+            rewards=rewards,
+            group=group,
+            number=number,
+            policy_version=self.policy_version,
+            sampling=Sampling(**cast(Any, self.sampling), log_probs=self.log_probs),
+            finish=answer.finish,
+            server=self.server,
+        ).document()
 
 
 def conversation_record(question: Question, files: Sequence[str]) -> dict[str, Any]:

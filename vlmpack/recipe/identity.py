@@ -63,7 +63,7 @@ _DATA_IF_CHANGED = (
 )
 """Fields of `data` that an identity has where they are not as by default."""
 
-_NOT_IN_THE_LOSS = {"reference", "reference_dir", "max_mismatch", "on_mismatch"}
+_WHERE_A_REFERENCE_IS = {"reference", "reference_dir"}
 """Knobs of an objective that no value depends on."""
 
 _WHERE_THEY_APPLY = ("packing.", "trainable.lora.")
@@ -87,7 +87,7 @@ def identity(recipe: Recipe) -> dict[str, object]:
         include["model"] = _INCLUDE["model"] | {"adapter"}
     include["images"] = set(recipe.images.set_values())
     objective = recipe.objective
-    knobs = set(KNOBS.get(objective.name, ())) - _NOT_IN_THE_LOSS
+    knobs = set(KNOBS.get(objective.name, ())) - _WHERE_A_REFERENCE_IS
     if knobs or objective.name != ObjectiveSection().name:
         include["objective"] = (
             {"name"} | knobs | ({"fingerprint"} if objective.fingerprint else set())

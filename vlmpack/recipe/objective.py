@@ -29,7 +29,7 @@ KNOBS: Mapping[str, tuple[str, ...]] = {
     "policy": (
         *("ratio", "surrogate", "clip_low", "clip_high", "average", "average_tokens"),
         *("advantage_scale", "kl_weight", "kl", "correction", "correction_limit", "old"),
-        *("max_mismatch", "on_mismatch", "reference", "reference_dir"),
+        *("reference", "reference_dir"),
     ),
 }
 """Objective -> its knobs, fields of `ObjectiveSection`. Beside other objectives they are refused.
@@ -137,14 +137,6 @@ class ObjectiveSection(Section):
     """For `policy`, the old policy's log-probabilities. `recomputed` makes them in a pass over the
     data before the first step, or in the step itself where the run has one. `sampler` takes those
     that the answers were drawn with."""
-
-    max_mismatch: float | None = Field(default=None, gt=0)
-    """For `policy`, the largest mean difference of a step's log-probabilities from the sampler's
-    that is taken for rounding. If null, 0.02, or 1e-4 where model and sampler compute in
-    float32."""
-
-    on_mismatch: Literal["warn", "stop"] = "warn"
-    """For `policy`, what a larger difference does."""
 
     reference: Literal["cached", "adapters_off"] = "cached"
     """For `dpo` and `policy`, where the reference model's log-probabilities come from. `cached`

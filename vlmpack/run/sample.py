@@ -32,6 +32,7 @@ from vlmpack.data.shards.images import image_facts
 from vlmpack.data.shards.naming import SampleCaps
 from vlmpack.distributed import Ranks
 from vlmpack.encode import Encoder
+from vlmpack.encode.rollouts import LogProbs
 from vlmpack.errors import (
     DataError,
     EmptyDataError,
@@ -46,7 +47,6 @@ from vlmpack.evaluation.rollouts import (
     FILES,
     Facts,
     Form,
-    LogProbs,
     Reward,
     conversation_record,
     earned,

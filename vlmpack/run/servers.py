@@ -26,9 +26,9 @@ from vlmpack.activity import ACTIVITY
 from vlmpack.addresses import redacted, same_host, without_secrets
 from vlmpack.data.shards.images import image_facts
 from vlmpack.encode import Encoder
+from vlmpack.encode.rollouts import LogProbs
 from vlmpack.encode.sample import shown_by, shows_video
 from vlmpack.errors import DataError, VlmpackError
-from vlmpack.evaluation.rollouts import LogProbs
 from vlmpack.evaluation.sampling import Drawn, uniform_numbers
 from vlmpack.recipe.data import StorageSection
 from vlmpack.run.sample import ANY_SIZE, Drawing, Prompt

@@ -99,7 +99,7 @@ class ReferenceFile:
             elif self.of_tokens:
                 starts = np.flatnonzero(np.diff(rows["number"], prepend=-1))
                 for part in np.split(rows, starts[1:]):
-                    put_row(table, (int(part["number"][0]), *part["log_p"]))
+                    table[part["number"][0]] = part["log_p"].copy()
             else:
                 table[rows["number"], 0] = rows["chosen"]
                 table[rows["number"], 1] = rows["rejected"]

@@ -557,11 +557,12 @@ def _taught(batch: Batch) -> Tensor:
 
 
 def _num_taught(batch: Batch) -> int:
-    return int(_taught(batch).shape[0])
+    return len(_taught(batch))
 
 
 def _seen_in(batch: Batch) -> int:
-    if batch.media is None or not _num_taught(batch):
+    labels = _taught(batch)
+    if batch.media is None or not len(labels):
         return 0
     if isinstance(batch, PackedBatch):
         ends = torch.tensor(batch.segment_lengths).cumsum(0)
@@ -569,7 +570,6 @@ def _seen_in(batch: Batch) -> int:
         rows, width = batch.input_ids.shape
         ends = width * torch.arange(1, rows + 1)
     last = torch.full((len(ends),), -1)
-    labels = _taught(batch)
     last.scatter_reduce_(0, torch.searchsorted(ends, labels, right=True), labels, "amax")
     if isinstance(batch, PackedBatch) and batch.prefix_tree is not None:  # branches see their path
         for place, parent in reversed([*enumerate(batch.prefix_tree.parents)]):
